@@ -1,0 +1,1 @@
+"""Acceptance criteria as data: one TOML file per stage."""

@@ -1,0 +1,299 @@
+"""The protocol that a port implements, its optional capabilities, and the recorder.
+
+Needs torch and the standard library only, so that a port in a vendor's environment can import it. Must not know stages,
+limits, files or how traces are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from harness import taps as tapnames
+from harness.types import Case, Facts, Layout, Scope, Setup, Tap
+
+TokenIds = list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a port's forward takes. token_ids: [1, T] int64. position_ids: [1, T] or [3, 1, T] int64, or None.
+
+    `extras` holds whatever else the port wants (pixel values [patches, C*T*P*P], image grids [images, 3], ...).
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor | None = None
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """One parameter as memory holds it. `name` is the port's own; `checkpoint` the checkpoint's, if the port knows it.
+
+    A port may give a decoded copy of what memory holds (a quantised weight dequantised from its resident form).
+    `lossless` False says that the resident form cannot hold every value of the checkpoint (a narrower dtype).
+    """
+
+    name: str
+    tensor: Tensor
+    checkpoint: str = ""
+    lossless: bool = True
+
+
+class Recorder(Protocol):
+    """Called by a port at every place worth looking at. Returns the tensor that the port must go on with.
+
+    `dims` names the axes if the port knows them (`"batch token feature"`); `kind` overrides what the name implies.
+    """
+
+    def __call__(self, tap: str, tensor: Tensor, *, dims: str = "", kind: str = "") -> Tensor: ...
+
+
+class Adapter(Protocol):
+    """What every port implements. Calls come in this order; `prepare` and below any number of times."""
+
+    name: str
+    scope: Scope
+
+    def load(self, checkpoint: Path, setup: Setup) -> Facts:
+        """Load the weights. Facts: `peak_bytes`, `planned_bytes`, `unused` and `unfilled` names, if known."""
+
+    def prepare(self, case: Case, record: Recorder) -> Inputs:
+        """Turn a case into inputs, recording `inputs.*`."""
+
+    def forward(self, inputs: Inputs, record: Recorder) -> Tensor:
+        """Return the logits [1, T, V] of a whole prefill without a cache that outlives the call."""
+
+    def generate(self, inputs: Inputs, max_new_tokens: int, record: Recorder) -> TokenIds:
+        """Return at most `max_new_tokens` greedy token ids; end after an end-of-sequence id."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+@runtime_checkable
+class Phased(Protocol):
+    """Capability `phases`: explicit requests over a cache."""
+
+    def open(self) -> int:
+        """Take a slot for a new request. A slot freed before may be given again."""
+
+    def step(self, slot: int, inputs: Inputs, start: int, stop: int, record: Recorder) -> Tensor:
+        """Process tokens [start, stop) of `inputs` after those already in the slot; return their logits [1, n, V]."""
+
+    def free(self, slot: int) -> None:
+        """Give the slot back."""
+
+
+@runtime_checkable
+class Weighted(Protocol):
+    """Capability `weights`: what memory really holds."""
+
+    def weights(self) -> Iterator[Weight]:
+        """Yield every parameter once."""
+
+
+@runtime_checkable
+class Tokenizing(Protocol):
+    """Capability `chat`: the port's own text front end."""
+
+    def encode(self, text: str) -> TokenIds:
+        """Tokenise plain text as a request's prompt, special tokens as the port would add them."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Turn token ids into text, special tokens skipped."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Render a conversation with the chat template and the generation prompt."""
+
+    def eos_ids(self) -> frozenset[int]:
+        """Return the ids that end a generation."""
+
+
+@runtime_checkable
+class Serving(Protocol):
+    """Capability `serves`: an OpenAI-compatible server."""
+
+    def serve(self) -> str:
+        """Start the server on loopback if it is not up, and return its base URL (`http://127.0.0.1:PORT/v1`)."""
+
+
+@runtime_checkable
+class Distributed(Protocol):
+    """Capability `multi_card`: several layouts. The worker calls `distribute` before `load`, under torchrun."""
+
+    def distribute(self, layout: Layout) -> None:
+        """Take this process's place in the layout; torch.distributed is initialised (world may exceed the layout)."""
+
+    def simulate(self, layout: Layout, inputs: Inputs, record: Recorder) -> Tensor:
+        """Run every rank of the layout in this process, one after the other; return the logits [1, T, V]."""
+
+
+@runtime_checkable
+class Caching(Protocol):
+    """Capability `cache`: accounting of the paged cache."""
+
+    def cache_facts(self) -> Facts:
+        """Return `pages_total`, `pages_free`, `page_tokens`, `bytes`."""
+
+
+@runtime_checkable
+class Operating(Protocol):
+    """Capability `operators`: the operator table."""
+
+    def operators(self) -> Mapping[str, str]:
+        """Return for each operator which implementation is used: custom, compiled or fallback."""
+
+
+def capabilities(adapter: Any) -> list[str]:
+    """Return the names of the optional capabilities that an adapter has."""
+    table: list[tuple[str, Any]] = [
+        ("phases", Phased), ("weights", Weighted), ("chat", Tokenizing), ("serves", Serving),
+        ("multi_card", Distributed), ("cache", Caching), ("operators", Operating),
+    ]  # fmt: skip
+    off = adapter.scope.off
+    return [name for name, protocol in table if isinstance(adapter, protocol) and name not in off]
+
+
+def silent(tap: str, tensor: Tensor, *, dims: str = "", kind: str = "") -> Tensor:
+    """Record nothing (a Recorder): the port runs as it would without day0."""
+    return tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """What a replay overwrites: every tap of `tensors` whose level is at most `level`; decisions only if `decisions`.
+
+    `taps` names the axes of the source, `dtype` is the port's precision that floating values are rounded to first,
+    `jitter` seeds a +-1 ulp perturbation of it (probability 1/8 each way; 0 is none).
+    """
+
+    tensors: Mapping[str, Tensor]
+    taps: Mapping[str, Tap]
+    level: int
+    dtype: torch.dtype
+    decisions: bool = False
+    jitter: int = 0
+
+    def value(self, name: str, kind: str, start: int, stop: int) -> Tensor | None:
+        """Return the pinned value of a tap for tokens [start, stop), or None where it is not pinned."""
+        source = self.tensors.get(name)
+        if source is None:
+            return None
+        if kind in tapnames.DECISION_KINDS:
+            if not self.decisions:
+                return None
+        elif kind not in tapnames.PINNED_KINDS or tapnames.level_of(name) > self.level:
+            return None
+        dims = self.taps[name].dims
+        if "token" in dims:
+            axis = dims.index("token")
+            if source.shape[axis] < stop:
+                return None
+            source = source.narrow(axis, start, stop - start)
+        if source.is_floating_point():
+            source = source.to(self.dtype)
+            if self.jitter:
+                source = _jittered(source, seed=self.jitter, name=f"{name}@{start}")
+        return source
+
+
+def _jittered(value: Tensor, *, seed: int, name: str) -> Tensor:
+    """Move each element by +-1 ulp with probability 1/8 each way, deterministically in `seed` and `name`."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + sum(ord(c) * (i + 1) for i, c in enumerate(name)))
+    draw = torch.rand(value.shape, generator=generator)
+    up = torch.nextafter(value, torch.full_like(value, float("inf")))
+    down = torch.nextafter(value, torch.full_like(value, float("-inf")))
+    return torch.where(draw < 0.125, up, torch.where(draw > 0.875, down, value))
+
+
+class TraceRecorder:
+    """Collect taps in execution order, and replay pinned values (a Recorder).
+
+    Values are recorded as the port computed them, before they are overwritten. Calls over consecutive token spans are
+    joined along the token axis, so a phased run compares with a whole prefill. A value that is the very tensor handed
+    out before (an input that is the previous unit's output) says nothing new and is not recorded.
+    """
+
+    def __init__(
+        self, *, pins: Pins | None = None, keep: Sequence[str] = (), beat: Callable[[str], None] | None = None
+    ) -> None:
+        self.pins, self.keep, self.beat = pins, tuple(keep), beat
+        self.start, self.stop = 0, 0
+        self.taps: dict[str, Tap] = {}
+        self.notes: dict[str, str] = {}
+        self._parts: dict[str, list[Tensor]] = {}
+        self._pinned: set[str] = set()
+        self._handed: dict[int, Tensor] = {}
+
+    def span(self, start: int, stop: int) -> None:
+        """Say which tokens of the request the next calls belong to."""
+        self.start, self.stop = start, stop
+        self._handed.clear()
+
+    def __call__(self, tap: str, tensor: Tensor, *, dims: str = "", kind: str = "") -> Tensor:
+        if self.beat is not None:
+            self.beat(tap)
+        kind = kind or tapnames.kind_of(tap)
+        if tapnames.is_input(tap) and self._is_handed(tensor):
+            return tensor
+        if tapnames.matches(tap, self.keep):
+            self._store(tap, tensor, kind, dims)
+        pinned = self.pins.value(tap, kind, self.start, self.stop) if self.pins is not None else None
+        result = tensor
+        if pinned is not None:
+            if pinned.numel() != tensor.numel():
+                self.notes[tap] = f"not replayed: {tuple(tensor.shape)} here, {tuple(pinned.shape)} in the reference"
+            else:
+                result = pinned.reshape(tensor.shape).to(device=tensor.device, dtype=tensor.dtype)
+                self._pinned.add(tap)
+        self._handed[id(result)] = result
+        return result
+
+    def _is_handed(self, tensor: Tensor) -> bool:
+        return self._handed.get(id(tensor)) is tensor
+
+    def _store(self, tap: str, tensor: Tensor, kind: str, dims: str) -> None:
+        if tap not in self.taps:
+            self.taps[tap] = Tap(name=tap, kind=kind, dims=tuple(dims.split()) or self._axes(tap, tensor))
+            self._parts[tap] = []
+        elif "token" not in self.taps[tap].dims:
+            return  # without a token axis a second call cannot be joined; the first stands for the run
+        self._parts[tap].append(tensor.detach().to("cpu", copy=True).contiguous())
+
+    def _axes(self, tap: str, tensor: Tensor) -> tuple[str, ...]:
+        """Name the axes by the number of tokens in this call; the replay source knows better when there is one."""
+        if self.pins is not None and tap in self.pins.taps and len(self.pins.taps[tap].dims) == tensor.dim():
+            return self.pins.taps[tap].dims
+        names, count = [f"axis{i}" for i in range(tensor.dim())], self.stop - self.start
+        order = [1, 0, 2, 3] if tensor.dim() >= 3 and tensor.shape[0] == 1 else [0, 1, 2, 3]
+        axis = next((a for a in order if a < tensor.dim() and tensor.shape[a] == count), None)
+        if axis is None or count == 0 or (tap.startswith("vision.") or "pixel" in tap or "grid" in tap):
+            return tuple(names)
+        names[axis] = "token"
+        if axis >= 1 and tensor.shape[0] == 1:
+            names[0] = "batch"
+        if names[-1].startswith("axis"):
+            names[-1] = "feature"
+        if axis == 2 and tensor.dim() == 4:
+            names[1] = "head"
+        return tuple(names)
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Names of the taps that were overwritten at least once."""
+        return frozenset(self._pinned)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the recorded tensors, spans joined along the token axis. Shapes as in the port."""
+        joined = {}
+        for name, parts in self._parts.items():
+            dims = self.taps[name].dims
+            joined[name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=dims.index("token"))
+        return joined

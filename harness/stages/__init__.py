@@ -1,0 +1,57 @@
+"""What every stage is given and must provide. Knows records only; must not know limits, files or processes.
+
+A stage is a module with `NAME`, `NEEDS` (what must be in scope), `plan(context) -> list[Run]` and
+`measure(view) -> list[Measurement]`. Runs are recorded for the roles of `context.roles_of(run)`; a run that failed is in
+the view as a `Failure` and must be measured as missing, never left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from harness.cases import ModelInfo
+from harness.types import STAGES, Failure, Run, Scope, Trace
+
+FLOORS = ("floor", "floor_j1", "floor_j2")
+"""Keys of the floor traces in a view: the plain floor, and replays with jittered inputs (levels >= 1 only)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageContext:
+    """What planning may depend on: the model, what is claimed, the profile and the port's precision."""
+
+    info: ModelInfo
+    scope: Scope
+    capabilities: frozenset[str]
+    reference_capabilities: frozenset[str]
+    profile: str
+    dtype: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def full(self) -> bool:
+        """True for the full profile."""
+        return self.profile == "full"
+
+    def both(self, capability: str) -> bool:
+        """Say whether both sides have a capability (the reference must, to be compared with)."""
+        return capability in self.capabilities and capability in self.reference_capabilities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageView:
+    """The recorded traces of one stage. `trace(role, run_id)` gives a Trace, a Failure, or None if not planned for it."""
+
+    context: StageContext
+    runs: Sequence[Run]
+    trace: Callable[[str, str], Trace | Failure | None]
+
+
+def stage_module(name: str) -> ModuleType:
+    """Import a stage by its id (one of `STAGES`)."""
+    assert name in STAGES, name
+    return importlib.import_module(f"harness.stages.{name}")

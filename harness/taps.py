@@ -1,0 +1,88 @@
+"""Names of places. Knows the grammar of tap names, their kinds and levels; must not know tensors or modules.
+
+Grammar. A tap is named by the canonical path of the unit whose output it is; `PATH.in` is the unit's input as computed
+(`PATH.in.NAME` where a unit takes several). The tree is the same for every architecture:
+
+    inputs.token_ids inputs.position_ids inputs.pixel_values inputs.image_grid   exact inputs
+    embed                                                                          token embedding
+    merged                                                                         embedding after image features went in
+    layers.N                                                                       decoder layer               level 1
+    layers.N.{attn,moe,mlp,input_norm,post_attn_norm,...}                          its children                level 2
+    layers.N.attn.{q_proj,...,core,indexer,indexer.topk}                           their parts                 level 3
+    layers.N.moe.{router,router.topk,experts,shared_expert}
+    norm  logits                                                                   final norm, logits          level 1
+    vision.{pixels,patch_embed,pos_embed,blocks.N,norm,merger}                     tower                       level 1
+
+`X.topk` (several in one unit: `X.topk`, `X.topk.1`, ...) holds the chosen ids, `X.topk.scores` what they were chosen by.
+A port's module that is not recognised keeps its own name.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable
+
+KINDS = ("input", "hidden", "weight", "routing", "selection", "scores", "state", "cache", "mask", "logits")
+PINNED_KINDS = frozenset({"hidden"})
+DECISION_KINDS = frozenset({"routing", "selection"})
+EXACT_KINDS = frozenset({"input", "mask"})
+"""Kinds that are compared by equality."""
+
+_CONTAINER = re.compile(r"^(layers|vision\.blocks|[\w.]*?\.?(?:blocks|layers|h))\.(\d+)")
+
+
+def unit_of(tap: str) -> str:
+    """Return the unit that produced a tap: `layers.3.attn.in.mask` -> `layers.3.attn`."""
+    return re.sub(r"\.in(\.\w+)?$", "", tap)
+
+
+def is_input(tap: str) -> bool:
+    """Say whether a tap is a unit's input as computed (it measures the glue in front of the unit)."""
+    return unit_of(tap) != tap
+
+
+def level_of(tap: str) -> int:
+    """Return 1 for layers and everything beside them, 2 for their children, 3 for anything deeper."""
+    unit = unit_of(tap)
+    match = _CONTAINER.match(unit)
+    if match is None:
+        return min(3, 1 + max(0, unit.count(".") - (1 if unit.startswith("vision.") else 0)))
+    rest = unit[match.end() :]
+    return min(3, 1 + rest.count("."))
+
+
+def layer_of(tap: str) -> str:
+    """Return the layer or block that a tap lies in (`layers.3`), or the unit itself."""
+    match = _CONTAINER.match(tap)
+    return match.group(0) if match else unit_of(tap)
+
+
+def kind_of(tap: str) -> str:
+    """Guess a tap's kind from its name, for ports that do not say."""
+    if tap.startswith("inputs."):
+        return "input"
+    if tap == "logits":
+        return "logits"
+    if tap.endswith(".scores"):
+        return "scores"
+    if re.search(r"\.topk(\.\d+)?$", tap):
+        return "selection" if "indexer" in tap or ".attn" in tap else "routing"
+    if re.search(r"(^|\.)(mask|attention_mask)$", tap):
+        return "mask"
+    if re.search(r"(^|\.)(state|conv_state|initial_state)$", tap):
+        return "state"
+    if re.search(r"(^|\.)(cache|k_cache|v_cache|kv_cache)$", tap):
+        return "cache"
+    return "hidden"
+
+
+def matches(tap: str, globs: Iterable[str]) -> bool:
+    """Say whether a tap matches any of the globs; no glob matches everything."""
+    globs = tuple(globs)
+    return not globs or any(fnmatch.fnmatchcase(tap, g) for g in globs)
+
+
+def decisions_under(unit: str, taps: Iterable[str]) -> list[str]:
+    """Return the decision taps inside a unit (its own and its parts'), in the order given."""
+    return [t for t in taps if kind_of(t) in DECISION_KINDS and (t == unit or t.startswith(unit + "."))]
