@@ -1,0 +1,382 @@
+"""The user's words as one frozen record. Knows `day0.toml`, flags and `--set`; must not know stages, models or torch.
+
+Precedence: `--set` over flags over the file over defaults. Relative paths in a file are relative to that file. An
+unknown key is an error that names the nearest valid one and, for a file, the line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+from urllib.parse import parse_qsl
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from harness.errors import ConfigError, UsageError, nearest
+from harness.types import STAGES, Layout, Scope, as_json, digest_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEFAULT_FILE = Path("day0.toml")
+FEATURES = (
+    "text",
+    "image",
+    "multi_card",
+    "long_context",
+    "phases",
+    "weights",
+    "chat",
+    "serves",
+    "replay",
+    "decisions",
+    "cache",
+    "operators",
+)
+"""What `--require` may name besides stages."""
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+_OPAQUE = ("serve:", "openai:", "traces:")  # a `?` in these belongs to the command, the address or the folder
+_DIGESTED_RUN_KEYS = ("profile", "require")
+
+
+def parse_layout(text: str) -> Layout:
+    """Parse `single`, `tp2`, `tp2xpp2`. Raises ValueError on anything else."""
+    if text in ("single", "1"):
+        return Layout()
+    degrees: dict[str, int] = {}
+    for part in text.split("x"):
+        axis, number = part[:2], part[2:]
+        if axis not in ("tp", "ep", "pp", "sp") or not number.isdigit() or int(number) < 1 or axis in degrees:
+            raise ValueError(f"expected a layout like 'single', 'tp2' or 'tp2xpp2', found {text!r}")
+        degrees[axis] = int(number)
+    return Layout(**degrees)
+
+
+def _words(value: Any) -> Any:
+    """Turn `"text,image"` into a list; leave lists alone."""
+    return [w.strip() for w in value.split(",") if w.strip()] if isinstance(value, str) else value
+
+
+def parse_stages(value: Any) -> tuple[str, ...]:
+    """Parse `all` or a list of stage ids (hyphens allowed) into ids in running order. Raises ValueError."""
+    words = [str(w).replace("-", "_") for w in (_words(value) or ())]
+    for word in words:
+        if word != "all" and word not in STAGES:
+            raise ValueError(f"unknown stage {word!r}{nearest(word, [*STAGES, 'all'])}")
+    if not words:
+        raise ValueError("expected at least one stage, found none; `all` runs the six")
+    return STAGES if "all" in words else tuple(s for s in STAGES if s in words)
+
+
+def _require(value: Any) -> tuple[str, ...]:
+    words = [str(w).replace("-", "_") for w in (_words(value) or ())]
+    known = sorted({*STAGES, *FEATURES})
+    for word in words:
+        if word not in known:
+            raise ValueError(f"cannot require {word!r}{nearest(word, known)}")
+    return tuple(words)
+
+
+def _layouts(value: Any) -> Any:
+    items = _words(value)
+    if not isinstance(items, Sequence):
+        return items
+    return tuple(parse_layout(v) if isinstance(v, str) else v for v in items)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+class RunSection(_Section):
+    """[run]: which stages, where to, and how to go on."""
+
+    stage: Annotated[tuple[str, ...], BeforeValidator(parse_stages)] = STAGES
+    out: Path = Path("day0-run")
+    profile: Literal["quick", "full"] = "quick"
+    keep_going: bool = False
+    resume: bool = False
+    after: Path | None = None
+    goldens: Path | None = None
+    checklists: Path | None = None
+    require: Annotated[tuple[str, ...], BeforeValidator(_require)] = ()
+
+
+class ReferenceSection(_Section):
+    """[reference]: the side that is believed. `dtype` None is one precision above the port."""
+
+    spec: str = "builtin:reference"
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+    options: Mapping[str, str] = Field(default_factory=dict)
+
+
+class AccelSection(_Section):
+    """[accel]: the side under test. `python` is another interpreter that has the vendor's environment."""
+
+    spec: str = "builtin:accel"
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
+    python: str | None = None
+    options: Mapping[str, str] = Field(default_factory=dict)
+
+
+class ScopeSection(_Section):
+    """[scope]: narrows what the port claims. None leaves the port's own claim."""
+
+    image: bool | None = None
+    layouts: Annotated[tuple[Layout, ...] | None, BeforeValidator(_layouts)] = None
+    phases: tuple[str, ...] | None = None
+    max_length_tokens: Annotated[int, Field(ge=1)] | None = None
+    replay: bool | None = None
+    serves: bool | None = None
+    chat: bool | None = None
+    fallbacks: tuple[str, ...] | None = None
+    unobservable: Mapping[str, str] = Field(default_factory=dict)
+    off: Mapping[str, str] = Field(default_factory=dict)
+
+    def apply(self, scope: Scope) -> Scope:
+        """Return the port's scope with what was set here put over it."""
+        import dataclasses
+
+        given: dict[str, Any] = {k: v for k in type(self).model_fields if (v := getattr(self, k)) is not None}
+        given["unobservable"] = {**scope.unobservable, **self.unobservable}
+        given["off"] = {**scope.off, **self.off}
+        return dataclasses.replace(scope, **given)
+
+
+class WatchdogSection(_Section):
+    """[watchdog]: seconds without a sign of life before a side counts as hung."""
+
+    load_s: Annotated[float, Field(gt=0)] = 600.0
+    run_s: Annotated[float, Field(gt=0)] = 300.0
+    startup_s: Annotated[float, Field(gt=0)] = 120.0
+
+
+class Config(_Section):
+    """Everything the user said. `file` is where it was read, for messages and reproduction; None without one."""
+
+    run: RunSection = RunSection()
+    reference: ReferenceSection = ReferenceSection()
+    accel: AccelSection = AccelSection()
+    scope: ScopeSection = ScopeSection()
+    watchdog: WatchdogSection = WatchdogSection()
+    file: Path | None = None
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of all that can change what is measured: sides, scope, profile, requirements.
+
+        Where a run writes, which stages it takes and how long it waits are left out, so that `--resume` and `--after`
+        find a run whose measurements still stand.
+        """
+        data = self.model_dump(mode="json", include={"reference", "accel", "scope"})
+        run = self.run.model_dump(mode="json", include=set(_DIGESTED_RUN_KEYS))
+        return digest_of(as_json({**data, "run": run}))
+
+
+def load_config(
+    file: Path | None = None,
+    *,
+    flags: Mapping[str, Any] | None = None,
+    sets: Sequence[str] = (),
+    sides: tuple[str, ...] = ("reference", "accel"),
+) -> Config:
+    """Merge file, flags (`section.key` -> value, None is unset) and `--set section.key=value` into one Config.
+
+    Without `file`, `day0.toml` of the current folder is read if it is there. `sides` are those that must be known.
+
+    Raises: ConfigError, naming the nearest valid key and the line.
+    """
+    if file is None and DEFAULT_FILE.is_file():
+        file = DEFAULT_FILE
+    origins: dict[tuple[str, ...], str] = {}
+    data: dict[str, Any] = {}
+    if file is not None:
+        text = _read(file)
+        from_file = _parse(text, file)
+        _check_keys(from_file, lambda path: _where(text, path, file))
+        _anchor(from_file, file.parent)
+        _merge(data, from_file, origins, lambda path: _where(text, path, file))
+    for dotted, value in (flags or {}).items():
+        if value is not None:
+            _put(data, dotted.split("."), value, origins, _flag_name(dotted))
+    for item in sets:
+        path, value = _parse_set(item)
+        _check_keys(_nest(path, value), lambda _, origin=f"--set {item}": origin)
+        _put(data, path, value, origins, f"--set {item}")
+    _complete_sides(data, sides)
+    try:
+        return Config.model_validate({**data, "file": file})
+    except ValidationError as error:
+        raise ConfigError(_explain(error, origins)) from None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"no configuration file at {file}; `day0 init` writes one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"expected a readable UTF-8 TOML file at {file}, found: {error}") from None
+
+
+def _parse(text: str, file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from None
+
+
+def _section_models() -> dict[str, type[_Section]]:
+    return {n: cast("type[_Section]", f.annotation) for n, f in Config.model_fields.items() if n != "file"}
+
+
+def _check_keys(data: Mapping[str, Any], where: Any) -> None:
+    """Raise ConfigError on the first section or key that does not exist."""
+    models = _section_models()
+    for section, content in data.items():
+        if section not in models:
+            hint = _section_hint(section, models)
+            raise ConfigError(f"{where((section,))}: unknown section {section!r}{hint}")
+        if not isinstance(content, Mapping):
+            raise ConfigError(
+                f"{where((section,))}: expected a table [{section}], found {content!r}; put its keys below it"
+            )
+        for key in content:
+            if key not in models[section].model_fields:
+                hint = nearest(key, list(models[section].model_fields))
+                raise ConfigError(f"{where((section, key))}: unknown key {key!r} in [{section}]{hint}")
+
+
+def _section_hint(word: str, models: Mapping[str, type[_Section]]) -> str:
+    """Name the section that has a key of this name, else the nearest section."""
+    owners = [f"{s}.{word}" for s, m in models.items() if word in m.model_fields]
+    return f" (did you mean {owners[0]!r}?)" if owners else nearest(word, list(models))
+
+
+def _where(text: str, path: tuple[str, ...], file: Path) -> str:
+    """Return `file:line` of a key as well as a line scan can tell."""
+    section = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        bare = line.strip()
+        if bare.startswith("["):
+            section = bare.strip("[]").split("#")[0].strip().strip("]")
+            if path == (section,) or (len(path) == 1 and section.split(".")[0] == path[0]):
+                return f"{file}:{number}"
+            if len(path) > 1 and section.split(".")[:2] == list(path[:2]):
+                return f"{file}:{number}"
+            continue
+        key = bare.split("=")[0].strip().strip("\"'")
+        if "=" in bare and (
+            ".".join(path) == (f"{section}.{key}" if section else key) or (not section and key.split(".")[0] == path[0])
+        ):
+            return f"{file}:{number}"
+    return str(file)
+
+
+def _anchor(data: dict[str, Any], folder: Path) -> None:
+    """Make relative paths of a file relative to its folder."""
+    run = data.get("run", {})
+    for key in ("out", "after", "goldens", "checklists"):
+        if isinstance(run.get(key), str):
+            run[key] = str(folder / run[key])
+    for side in ("reference", "accel"):
+        spec = data.get(side, {}).get("spec")
+        if isinstance(spec, str):
+            data[side]["spec"] = _anchor_spec(spec, folder)
+
+
+def _anchor_spec(spec: str, folder: Path) -> str:
+    for prefix in ("hf:", "traces:"):
+        if spec.startswith(prefix):
+            return prefix + str(folder / spec[len(prefix) :])
+    name = spec.split(":")[0]
+    return str(folder / spec) if name.endswith(".py") else spec
+
+
+def _merge(data: dict[str, Any], new: Mapping[str, Any], origins: dict[tuple[str, ...], str], where: Any) -> None:
+    for section, content in new.items():
+        data.setdefault(section, {}).update(content)
+        for key in content:
+            origins[(section, key)] = where((section, key))
+
+
+def _flag_name(dotted: str) -> str:
+    section, key = dotted.split(".", 1)
+    return f"--{section}" if key == "spec" else f"--{key.replace('_', '-')}"
+
+
+def _put(
+    data: dict[str, Any], path: Sequence[str], value: Any, origins: dict[tuple[str, ...], str], origin: str
+) -> None:
+    node = data
+    for key in path[:-1]:
+        child = node.get(key)
+        node[key] = dict(child) if isinstance(child, Mapping) else {}
+        node = node[key]
+    node[path[-1]] = value
+    origins[tuple(path[:2])] = origin
+
+
+def _nest(path: Sequence[str], value: Any) -> dict[str, Any]:
+    for key in reversed(path):
+        value = {key: value}
+    return cast("dict[str, Any]", value)
+
+
+def _parse_set(item: str) -> tuple[list[str], Any]:
+    """Split `section.key=value`; the value is TOML where it parses as TOML, else the bare string."""
+    dotted, equals, text = item.partition("=")
+    path = [p.strip() for p in dotted.split(".", 2)]
+    if not equals or len(path) < 2 or not all(path):
+        raise ConfigError(f"expected --set section.key=value, found --set {item}")
+    free = len(path) == 3 or path[-1] in ("spec", "python", "out")
+    if free:
+        return path, text.strip("\"'") if text[:1] in "\"'" else text
+    try:
+        return path, tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return path, text
+
+
+def _complete_sides(data: dict[str, Any], sides: tuple[str, ...]) -> None:
+    """Fill the precision from the SPEC's query; refuse a foreign reference without a port."""
+    reference, accel = data.get("reference", {}).get("spec"), data.get("accel", {}).get("spec")
+    if "accel" in sides and reference is not None and not reference.startswith("builtin:") and accel is None:
+        raise UsageError(
+            f"the reference is {reference}, but no port was named; add --accel SPEC"
+            " (for a first try, the same SPEC with ?dtype=bfloat16)"
+        )
+    for side in ("reference", "accel"):
+        section = data.get(side, {})
+        asked = _query_dtype(section.get("spec") or "")
+        if asked is None:
+            continue
+        if section.get("dtype") not in (None, asked):
+            raise ConfigError(
+                f"[{side}] dtype is {section['dtype']!r}, but its SPEC {section['spec']!r} says {asked!r};"
+                " keep one of them"
+            )
+        section["dtype"] = asked
+
+
+def _query_dtype(spec: str) -> str | None:
+    if spec.startswith(_OPAQUE) or "?" not in spec:
+        return None
+    return dict(parse_qsl(spec.partition("?")[2], keep_blank_values=True)).get("dtype")
+
+
+def _explain(error: ValidationError, origins: Mapping[tuple[str, ...], str]) -> str:
+    return "\n".join(_problems(error, origins))
+
+
+def _problems(error: ValidationError, origins: Mapping[tuple[str, ...], str]) -> Iterator[str]:
+    for item in error.errors(include_url=False):
+        path = tuple(str(p) for p in item["loc"] if isinstance(p, (str, int)))
+        origin = origins.get(path[:2], "configuration")
+        message = item["msg"].removeprefix("Value error, ")
+        yield f"{origin}: [{path[0]}] {'.'.join(path[1:])}: {message}, found {item.get('input')!r}"
