@@ -52,7 +52,8 @@ class Recorder(Protocol):
     `dims` names the axes if the port knows them (`"batch token feature"`); `kind` overrides what the name implies.
     """
 
-    def __call__(self, tap: str, tensor: Tensor, *, dims: str = "", kind: str = "") -> Tensor: ...
+    def __call__(self, tap: str, tensor: Tensor, *, dims: str = "", kind: str = "") -> Tensor:
+        """Record a tensor; return what to go on with."""
 
 
 class Adapter(Protocol):
@@ -238,6 +239,7 @@ class TraceRecorder:
         self._handed.clear()
 
     def __call__(self, tap: str, tensor: Tensor, *, dims: str = "", kind: str = "") -> Tensor:
+        """Record a tensor as the port computed it; return it, or the pinned value."""
         if self.beat is not None:
             self.beat(tap)
         kind = kind or tapnames.kind_of(tap)
@@ -289,6 +291,11 @@ class TraceRecorder:
     def pinned(self) -> frozenset[str]:
         """Names of the taps that were overwritten at least once."""
         return frozenset(self._pinned)
+
+    def tokens(self, tap: str) -> int:
+        """Return how many tokens of a tap are recorded so far (0 without one)."""
+        dims = self.taps[tap].dims if tap in self.taps else ()
+        return sum(part.shape[dims.index("token")] for part in self._parts[tap]) if "token" in dims else 0
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the recorded tensors, spans joined along the token axis. Shapes as in the port."""

@@ -41,16 +41,19 @@ def read_model_info(checkpoint: Path) -> ModelInfo:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"expected a model configuration at {path}, found: {error}; point the SPEC at a checkpoint folder") from error
+        raise CheckpointError(
+            f"expected a model configuration at {path}, found: {error}; point the SPEC at a checkpoint folder"
+        ) from error
     if not isinstance(config, dict):
         raise CheckpointError(f"expected a JSON object in {path}, found {type(config).__name__}")
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    vision = config.get("vision_config") if isinstance(config.get("vision_config"), dict) else {}
+    text, vision = _part(config, "text_config", config), _part(config, "vision_config", {})
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     edges = {k: int(text[k]) for k in _EDGE_KEYS if isinstance(text.get(k), int) and text[k] > 0}
     if isinstance(rope.get("original_max_position_embeddings"), (int, float)):
         edges["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
-    ids = [v for k, v in {**text, **config}.items() if k.endswith("_token_id") for v in (v if isinstance(v, list) else [v])]
+    ids = [
+        v for k, v in {**text, **config}.items() if k.endswith("_token_id") for v in (v if isinstance(v, list) else [v])
+    ]
     return ModelInfo(
         path=str(checkpoint),
         config=config,
@@ -59,13 +62,23 @@ def read_model_info(checkpoint: Path) -> ModelInfo:
         max_length_tokens=int(text.get("max_position_embeddings", 2048)),
         edges=edges,
         vision=bool(vision),
-        image_token_id=next((config[k] for k in ("image_token_id", "image_token_index") if isinstance(config.get(k), int)), None),
+        image_token_id=next(
+            (config[k] for k in ("image_token_id", "image_token_index") if isinstance(config.get(k), int)), None
+        ),
         special_ids=tuple(sorted({i for i in ids if isinstance(i, int)})),
         patch_size=int(vision.get("patch_size", 14)),
-        merge_size=int(vision.get("spatial_merge_size", vision.get("merge_size", 2)) or 1) if isinstance(vision.get("spatial_merge_size", vision.get("merge_size", 2)), int) else 2,
+        merge_size=int(vision.get("spatial_merge_size", vision.get("merge_size", 2)) or 1)
+        if isinstance(vision.get("spatial_merge_size", vision.get("merge_size", 2)), int)
+        else 2,
         tokenizer=(checkpoint / "tokenizer.json").is_file(),
-        chat_template=(checkpoint / "chat_template.jinja").is_file() or "chat_template" in _tokenizer_config(checkpoint),
+        chat_template=(checkpoint / "chat_template.jinja").is_file()
+        or "chat_template" in _tokenizer_config(checkpoint),
     )
+
+
+def _part(config: dict[str, Any], key: str, default: dict[str, Any]) -> dict[str, Any]:
+    part = config.get(key)
+    return part if isinstance(part, dict) else default
 
 
 def _tokenizer_config(checkpoint: Path) -> Mapping[str, Any]:
@@ -79,7 +92,7 @@ def seeded_ids(info: ModelInfo, length: int, *, seed: int) -> tuple[int, ...]:
     """Return `length` token ids drawn without the special ones. Deterministic in `seed`."""
     draw = random.Random(f"day0-{seed}-{length}")
     special = set(info.special_ids)
-    ids = []
+    ids: list[int] = []
     while len(ids) < length:
         token = draw.randrange(info.vocab_size)
         if token not in special:
@@ -94,13 +107,25 @@ def seeded_image(height: int, width: int, *, seed: int) -> Image:
     for y in range(height):
         for x in range(width):
             noise = draw.randrange(32)
-            data += bytes(((200 * y // height + noise) % 256, (220 * x // width + noise) % 256, (37 * ((x * 5) // width) + 90 * ((y * 3) // height) + noise) % 256))
+            data += bytes(
+                (
+                    (200 * y // height + noise) % 256,
+                    (220 * x // width + noise) % 256,
+                    (37 * ((x * 5) // width) + 90 * ((y * 3) // height) + noise) % 256,
+                )
+            )
     return Image(height=height, width=width, rgb=base64.b64encode(bytes(data)).decode())
 
 
 def text_case(info: ModelInfo, length: int, *, seed: int = 0, kind: str = "text", max_new_tokens: int = 16) -> Case:
     """Return a case of seeded token ids."""
-    return Case(id=f"{kind}-{length}-s{seed}", kind=kind, token_ids=seeded_ids(info, length, seed=seed), seed=seed, max_new_tokens=max_new_tokens)
+    return Case(
+        id=f"{kind}-{length}-s{seed}",
+        kind=kind,
+        token_ids=seeded_ids(info, length, seed=seed),
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+    )
 
 
 def image_case(info: ModelInfo, sizes: Sequence[tuple[int, int]], *, length: int = 23, seed: int = 0) -> Case:

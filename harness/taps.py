@@ -4,16 +4,16 @@ Grammar. A tap is named by the canonical path of the unit whose output it is; `P
 (`PATH.in.NAME` where a unit takes several). The tree is the same for every architecture:
 
     inputs.token_ids inputs.position_ids inputs.pixel_values inputs.image_grid   exact inputs
-    embed                                                                          token embedding
-    merged                                                                         embedding after image features went in
-    layers.N                                                                       decoder layer               level 1
+    embed                                                               token embedding             level 1
+    merged                                                              embedding with image rows   level 1
+    layers.N                                                            decoder layer               level 1
     layers.N.{attn,moe,mlp,input_norm,post_attn_norm,...}                          its children                level 2
     layers.N.attn.{q_proj,...,core,indexer,indexer.topk}                           their parts                 level 3
     layers.N.moe.{router,router.topk,experts,shared_expert}
     norm  logits                                                                   final norm, logits          level 1
     vision.{pixels,patch_embed,pos_embed,blocks.N,norm,merger}                     tower                       level 1
 
-`X.topk` (several in one unit: `X.topk`, `X.topk.1`, ...) holds the chosen ids, `X.topk.scores` what they were chosen by.
+`X.topk` (several in one unit: `X.topk`, `X.topk.1`, ...) holds the chosen ids, `X.topk.scores` what chose them.
 A port's module that is not recognised keeps its own name.
 """
 

@@ -329,14 +329,19 @@ def _build(kind: Any, data: Any) -> Any:
         return _build(next(a for a in args if a is not type(None)), data)
     if origin is tuple:
         inner = args[0] if len(args) == 2 and args[1] is Ellipsis else None
-        return tuple(_build(inner if inner is not None else a, v) for v, a in zip(data, args if inner is None else [None] * len(data), strict=True))
+        return tuple(
+            _build(inner if inner is not None else a, v)
+            for v, a in zip(data, args if inner is None else [None] * len(data), strict=True)
+        )
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(data)
     return data
 
 
 def _names() -> dict[str, Any]:
-    return {"Mapping": Mapping, "torch": types.SimpleNamespace(Tensor=Any)} | {k: v for k, v in globals().items() if isinstance(v, type)}
+    return {"Mapping": Mapping, "torch": types.SimpleNamespace(Tensor=Any)} | {
+        k: v for k, v in globals().items() if isinstance(v, type)
+    }
 
 
 def digest_of(value: Any) -> str:

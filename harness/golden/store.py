@@ -1,6 +1,6 @@
 """Knows how one trace lies on disk: a folder with a manifest and bounded safetensors parts. Must not know who made it.
 
-    <folder>/manifest.json            setup, run, taps in execution order (file, key, dtype, shape, digest), facts, provenance
+    <folder>/manifest.json            setup, run, taps in execution order (file, dtype, shape, digest), facts
     <folder>/part-0001.safetensors    tensors; one that equals an earlier one is stored once
     <folder>/failure.json             instead of the above where the run did not end
 
@@ -142,7 +142,7 @@ class LazyTensors(Mapping[str, torch.Tensor]):
         found = tensor_digest(tensor)
         if found != row["digest"]:
             raise TraceError(
-                f"expected digest {row['digest']} for {name!r} in {path}, found {found}: the file was changed or damaged; "
+                f"expected digest {row['digest']} for {name!r} in {path}, found {found}: the file is damaged; "
                 "record this trace again"
             )
         if self.cache:
@@ -164,7 +164,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the hex digest (blake2b, 16 bytes) of dtype, shape and bytes."""
     head = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
     flat = tensor.contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy() if tensor.numel() else b""
+    data: Any = flat.view(torch.uint8).numpy() if tensor.numel() else b""
     return hashlib.blake2b(memoryview(data), digest_size=16, key=head[:64]).hexdigest()
 
 

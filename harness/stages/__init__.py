@@ -1,8 +1,8 @@
 """What every stage is given and must provide. Knows records only; must not know limits, files or processes.
 
 A stage is a module with `NAME`, `NEEDS` (what must be in scope), `plan(context) -> list[Run]` and
-`measure(view) -> list[Measurement]`. Runs are recorded for the roles of `context.roles_of(run)`; a run that failed is in
-the view as a `Failure` and must be measured as missing, never left out.
+`measure(view) -> list[Measurement]`. Which roles record a run is decided by `harness.schedule`;
+a run that failed is in the view as a `Failure` and must be measured as missing, never left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StageContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageView:
-    """The recorded traces of one stage. `trace(role, run_id)` gives a Trace, a Failure, or None if not planned for it."""
+    """The traces of one stage. `trace(role, run_id)` gives a Trace, a Failure, or None if not planned for it."""
 
     context: StageContext
     runs: Sequence[Run]
