@@ -1,0 +1,307 @@
+"""The machine truth of a run, `results.json`. Knows records; must not know how anything was measured or is rendered.
+
+Every report is rendered from this file alone. JSON holds no NaN: a value that is not finite is null, and the
+measurement says under `detail.non_finite` what it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness.errors import EXIT_ACCEPTED, EXIT_NOTHING, EXIT_REFUSED, TraceError
+from harness.types import STAGES, Finding, Measurement, Scope, StageResult, Status, Verdict, as_json
+
+FORMAT = "day0.results/1"
+FILE_NAME = "results.json"
+SCHEMA_FILE = Path(__file__).with_name("results.schema.json")
+
+PRACTICES = {
+    "baseline_saved": "Baseline saved: the reference's traces are recorded before the port is judged",
+    "layers_in_order": "Layers in order: each layer is judged with the reference's inputs, first to last",
+    "upstream_reused": "Upstream reused: what the port does not replace is the unchanged upstream code",
+    "sparse_path_alone": "Sparse path alone: selections and routes are judged by themselves",
+    "communication_first": "Communication first: collectives are judged before any split model",
+    "long_context_stress": "Long-context stress: lengths around and beyond the model's own edges",
+    "fallback_retained": "Fallback retained: the reference path of an operator is still there and is exercised",
+}
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ScopeReport(_Model):
+    """What the port claims, what the cases reached, and in sentences what this run therefore does not cover."""
+
+    claimed: Mapping[str, Any] = Field(default_factory=dict)
+    exercised: Mapping[str, Any] = Field(default_factory=dict)
+    not_covered: tuple[str, ...] = ()
+
+
+class Environment(_Model):
+    """Versions by package, the devices and sides that ran, digests of checkpoint, checklist, config, port."""
+
+    versions: Mapping[str, str] = Field(default_factory=dict)
+    device: str = ""
+    sides: Mapping[str, Any] = Field(default_factory=dict)
+    digests: Mapping[str, str] = Field(default_factory=dict)
+    facts: Mapping[str, Any] = Field(default_factory=dict)
+
+
+class Practice(_Model):
+    """One of the seven practices: ticked from evidence, or stated as not done with the reason."""
+
+    id: str
+    title: str
+    ticked: bool
+    evidence: str
+
+
+class StageReport(_Model):
+    """One stage as it was gated, and the manual questions that its checklist asks a person."""
+
+    name: str
+    status: Status
+    accepted: bool
+    reason: str = ""
+    verdicts: tuple[Verdict, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    unjudged: tuple[str, ...] = ()
+    questions: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = Field(default_factory=dict)
+    wall_s: float = 0.0
+    peak_bytes: int = 0
+
+    @classmethod
+    def of(cls, stage: StageResult, questions: Sequence[str] = ()) -> StageReport:
+        """Build from a StageResult; values that are not finite become null."""
+        return cls(
+            name=stage.name,
+            status=stage.status,
+            accepted=stage.accepted,
+            reason=stage.reason,
+            verdicts=tuple(finite_verdict(v) for v in stage.verdicts),
+            findings=tuple(dataclasses.replace(f, residual_ratio=_finite(f.residual_ratio)) for f in stage.findings),
+            unjudged=stage.unjudged,
+            questions=tuple(questions),
+            facts=finite_json(stage.facts),
+            wall_s=stage.wall_s,
+            peak_bytes=stage.peak_bytes,
+        )
+
+
+class Results(_Model):
+    """The whole run. `measurements` maps a stage to its file, relative to the run's folder."""
+
+    format: Literal["day0.results/1"] = "day0.results/1"
+    accepted: bool
+    exit_code: int
+    partial: bool = False
+    partial_reason: str = ""
+    profile: str = "quick"
+    command: str = ""
+    started: str = ""
+    wall_s: float = 0.0
+    scope: ScopeReport = ScopeReport()
+    environment: Environment = Environment()
+    stages: tuple[StageReport, ...] = ()
+    measurements: Mapping[str, str] = Field(default_factory=dict)
+    practices: tuple[Practice, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def stage(self, name: str) -> StageReport | None:
+        """Return a stage by its id."""
+        return next((s for s in self.stages if s.name == name), None)
+
+    @property
+    def first_refused(self) -> StageReport | None:
+        """The first stage that is neither accepted nor skipped, or None."""
+        return next((s for s in self.stages if not s.accepted and s.status is not Status.SKIPPED), None)
+
+
+def build_results(
+    stages: Sequence[StageResult],
+    *,
+    claimed: Scope | Mapping[str, Any] | None = None,
+    exercised: Mapping[str, Any] | None = None,
+    not_covered: Sequence[str] = (),
+    environment: Environment | None = None,
+    required: Sequence[str] = (),
+    questions: Mapping[str, Sequence[str]] | None = None,
+    practice_evidence: Mapping[str, str] | None = None,
+    problems: Sequence[str] = (),
+    **rest: Any,
+) -> Results:
+    """Put gated stages together into Results and decide whether the run is accepted.
+
+    `required` are stages whose skipping refuses the run; `problems` are further reasons to refuse it (an expired or
+    unmatched waiver, a required feature out of scope); `practice_evidence` ticks practices that no criterion carries.
+    `rest` are other fields of Results.
+    """
+    accepted, exit_code = decide(stages, required=required, problems=problems)
+    skipped = [f"{s.name}: {s.reason or 'outside the scope'}" for s in stages if s.status is Status.SKIPPED]
+    return Results(
+        accepted=accepted,
+        exit_code=exit_code,
+        scope=ScopeReport(
+            claimed=finite_json(as_json(claimed)) if claimed is not None else {},
+            exercised=finite_json(exercised or {}),
+            not_covered=(*skipped, *(s for s in not_covered if s not in skipped)),
+        ),
+        environment=environment or Environment(),
+        stages=tuple(StageReport.of(s, (questions or {}).get(s.name, ())) for s in stages),
+        practices=practices(stages, practice_evidence or {}),
+        problems=tuple(problems),
+        **rest,
+    )
+
+
+def decide(
+    stages: Sequence[StageResult], *, required: Sequence[str] = (), problems: Sequence[str] = ()
+) -> tuple[bool, int]:
+    """Say whether a run is accepted, and its exit code.
+
+    Accepted: at least one stage is, and each of the others is too or was skipped without being required.
+    """
+    names = {s.name for s in stages}
+    missing = [r for r in required if r in STAGES and r not in names]
+    refused = [s for s in stages if not s.accepted and (s.status is not Status.SKIPPED or s.name in required)]
+    if refused or problems or missing:
+        return False, EXIT_REFUSED
+    if not any(s.accepted for s in stages):
+        return False, EXIT_NOTHING
+    return True, EXIT_ACCEPTED
+
+
+def practices(stages: Sequence[StageResult], evidence: Mapping[str, str]) -> tuple[Practice, ...]:
+    """Tick each practice whose criteria were judged and held, or for which evidence is given."""
+    verdicts = [v for s in stages for v in s.verdicts]
+    rows = []
+    for name, title in PRACTICES.items():
+        mine = [v for v in verdicts if v.criterion.practice == name]
+        held = [v for v in mine if v.status is Status.PASSED]
+        broken = [v for v in mine if v.status in (Status.FAILED, Status.ERROR, Status.INCONCLUSIVE)]
+        if broken:
+            done, text = False, "not done: " + ", ".join(f"{v.criterion.id} is {v.status.value}" for v in broken)
+        elif held:
+            done, text = True, ", ".join(f"{v.criterion.id} ({v.count} measured)" for v in held)
+        elif name in evidence:
+            done, text = True, evidence[name]
+        else:
+            done, text = False, "not done: nothing in this run shows it"
+        rows.append(Practice(id=name, title=title, ticked=done, evidence=text))
+    return tuple(rows)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def finite_json(value: Any) -> Any:
+    """Return a JSON value in which every number that is not finite is null."""
+    if isinstance(value, float):
+        return _finite(value)
+    if isinstance(value, Mapping):
+        return {str(k): finite_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_json(v) for v in value]
+    return value
+
+
+def finite_measurement(measurement: Measurement) -> Measurement:
+    """Return the measurement with finite values only; `detail.non_finite` keeps what the value was."""
+    detail = finite_json(measurement.detail)
+    if measurement.value is not None and not math.isfinite(measurement.value):
+        detail = {**detail, "non_finite": str(measurement.value)}
+    return dataclasses.replace(
+        measurement, value=_finite(measurement.value), where=finite_json(measurement.where), detail=detail
+    )
+
+
+def finite_verdict(verdict: Verdict) -> Verdict:
+    """Return the verdict with finite values only."""
+    return dataclasses.replace(
+        verdict,
+        worst=finite_measurement(verdict.worst) if verdict.worst is not None else None,
+        limit=_finite(verdict.limit),
+        margin=_finite(verdict.margin),
+        criterion=dataclasses.replace(verdict.criterion, limit=_finite_limit(verdict.criterion.limit)),
+    )
+
+
+def _finite_limit(limit: float) -> float:
+    if not math.isfinite(limit):
+        raise ValueError(f"a criterion's limit must be finite, found {limit}")
+    return limit
+
+
+def write_measurements(measurements: Iterable[Measurement], path: Path) -> None:
+    """Write one JSON object a line, atomically."""
+    lines = [json.dumps(as_json(finite_measurement(m)), sort_keys=True, allow_nan=False) for m in measurements]
+    _write_atomically(path, "".join(line + "\n" for line in lines))
+
+
+def write_results(results: Results, run_dir: Path) -> Path:
+    """Write `results.json` into a run's folder, atomically; return its path."""
+    path = run_dir / FILE_NAME
+    data = finite_json(results.model_dump(mode="json"))
+    _write_atomically(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    return path
+
+
+def read_results(run_dir: Path) -> Results:
+    """Read `results.json` of a run's folder (or the file itself). Raises TraceError if it is not what it should be."""
+    path = run_dir / FILE_NAME if run_dir.is_dir() else run_dir
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TraceError(f"expected {FILE_NAME} in {run_dir}, found none; name the folder of a day0 run") from None
+    except (OSError, ValueError) as error:
+        raise TraceError(f"expected a JSON file at {path}, found: {error}") from None
+    found = data.get("format") if isinstance(data, dict) else type(data).__name__
+    if found != FORMAT:
+        raise TraceError(
+            f"expected format {FORMAT!r} in {path}, found {found!r}; run `day0 verify` again with this version"
+        )
+    try:
+        return Results.model_validate(data)
+    except ValidationError as error:
+        raise TraceError(
+            f"{path} does not follow {FORMAT}: {error.error_count()} problems, first: {_first(error)}"
+        ) from None
+
+
+def _first(error: ValidationError) -> str:
+    item = error.errors(include_url=False)[0]
+    return f"{'.'.join(str(p) for p in item['loc'])}: {item['msg']}"
+
+
+def schema_text() -> str:
+    """Return the JSON schema of `results.json`, as shipped in `results.schema.json`."""
+    schema = Results.model_json_schema(mode="serialization")
+    return (
+        json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=1, sort_keys=True)
+        + "\n"
+    )
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+__all__ = [
+    "FILE_NAME", "FORMAT", "PRACTICES", "SCHEMA_FILE", "Environment", "Practice", "Results", "ScopeReport",
+    "StageReport", "build_results", "decide", "finite_json", "finite_measurement", "finite_verdict", "practices",
+    "read_results", "schema_text", "write_measurements", "write_results",
+]  # fmt: skip
