@@ -1,0 +1,186 @@
+"""Everything that is decided before anything is loaded: sides, precision, scope, cases, runs. Must not know limits."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness.cases import ModelInfo, read_model_info
+from harness.config import Config
+from harness.errors import NothingToVerify, UsageError
+from harness.plugins import Spec, default_checkpoint, parse_spec
+from harness.record import Session, Watchdog
+from harness.stages import StageContext, stage_module
+from harness.types import STAGES, Failure, Run, Scope, Setup, digest_of, from_json
+
+ORACLE_OF = {"bfloat16": "float32", "float16": "float32", "float32": "float64", "float64": "float64"}
+"""The precision of the oracle: one above the port's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will run. `skipped` gives the reason for each stage outside the scope; `described` what each side said."""
+
+    config: Config
+    checkpoint: Path
+    info: ModelInfo
+    setups: Mapping[str, Setup]
+    described: Mapping[str, Mapping[str, Any]]
+    scope: Scope
+    context: StageContext
+    stages: Mapping[str, tuple[Run, ...]]
+    skipped: Mapping[str, str]
+    digests: Mapping[str, str]
+
+    def runs(self, *stages: str) -> list[Run]:
+        """Return the runs of some stages, in order."""
+        return [run for name in STAGES if name in stages for run in self.stages.get(name, ())]
+
+
+def make_sessions(config: Config, folder: Path) -> tuple[Path, dict[str, Session]]:
+    """Return the checkpoint and a session per side, not started. Raises SpecError and UsageError."""
+    specs = {"reference": parse_spec(config.reference.spec), "accel": parse_spec(config.accel.spec)}
+    checkpoint = default_checkpoint(specs["reference"]) or default_checkpoint(specs["accel"])
+    if checkpoint is None:
+        raise UsageError(
+            "expected a checkpoint, found none: neither side's SPEC names one; use hf:PATH or a builtin as --reference"
+        )
+    watchdog = Watchdog(load_s=config.watchdog.load_s, run_s=config.watchdog.run_s)
+    pythons = {"reference": None, "accel": config.accel.python}
+    sessions = {
+        side: Session(
+            folder / side,
+            spec=_spec_text(config, side),
+            checkpoint=default_checkpoint(spec) or checkpoint,
+            watchdog=watchdog,
+            **({"python": pythons[side]} if pythons[side] else {}),
+        )
+        for side, spec in specs.items()
+    }
+    return checkpoint, sessions
+
+
+def make_setups(config: Config) -> dict[str, Setup]:
+    """Return who runs how, by role."""
+    port = config.accel.dtype
+    oracle = config.reference.dtype or ORACLE_OF[port]
+    rows = {"oracle": ("reference", oracle), "floor": ("reference", port), "accel": ("accel", port)}
+    setups = {}
+    for role, (side, dtype) in rows.items():
+        text = _spec_text(config, side)
+        section = config.accel if side == "accel" else config.reference
+        options = {**parse_spec(text).options, **section.options}
+        setups[role] = Setup(
+            side=side,
+            role=role,
+            adapter=text,
+            dtype=dtype,
+            device=options.get("device", "cpu"),
+            options={k: v for k, v in options.items() if k not in ("dtype", "device")},
+        )
+    return setups
+
+
+def make_plan(config: Config, checkpoint: Path, described: Mapping[str, Mapping[str, Any]]) -> Plan:
+    """Decide scope, cases and runs. Raises NothingToVerify where no asked stage is in scope, CheckpointError."""
+    info = read_model_info(checkpoint)
+    setups = make_setups(config)
+    scope = config.scope.apply(from_json(Scope, described["accel"]["scope"]))
+    capable = frozenset(described["accel"]["capabilities"])
+    context = StageContext(
+        info=info,
+        scope=scope,
+        capabilities=frozenset(c for c in capable if not out_of_scope(c, scope, capable)),
+        reference_capabilities=frozenset(described["reference"]["capabilities"]),
+        profile=config.run.profile,
+        dtype=setups["accel"].dtype,
+    )
+    last = max(STAGES.index(name) for name in config.run.stage)
+    wanted = config.run.stage if config.run.after else STAGES[: last + 1]
+    skipped, stages = {}, {}
+    for name in wanted:
+        module = stage_module(name)
+        reasons = [r for need in module.NEEDS if (r := out_of_scope(need, scope, capable))]
+        if reasons:
+            skipped[name] = "; ".join(reasons)
+        else:
+            stages[name] = tuple(replace(run, stage=name) for run in module.plan(context))
+    if not set(stages) & set(config.run.stage):
+        reasons_text = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        raise NothingToVerify(f"no asked stage is in the port's scope ({reasons_text})")
+    return Plan(
+        config=config,
+        checkpoint=checkpoint,
+        info=info,
+        setups=setups,
+        described=described,
+        scope=scope,
+        context=context,
+        stages=stages,
+        skipped=skipped,
+        digests={
+            "checkpoint": checkpoint_digest(checkpoint),
+            "config": config.digest,
+            "port": code_digest(config.accel.spec),
+            "reference": code_digest(config.reference.spec),
+            "versions": digest_of([described[side].get("versions", {}) for side in ("reference", "accel")]),
+        },
+    )
+
+
+def out_of_scope(word: str, scope: Scope, capabilities: Sequence[str] | frozenset[str]) -> str:
+    """Return why a feature (`image`, `weights`, `multi_card`, ...) is outside the scope, or an empty string."""
+    if word in scope.off:
+        return f"{word} is switched off: {scope.off[word]}"
+    claims = {
+        "text": scope.text,
+        "image": scope.image,
+        "multi_card": "multi_card" in capabilities and any(layout.world_size > 1 for layout in scope.layouts),
+        "replay": scope.replay,
+        "serves": scope.serves and "serves" in capabilities,
+        "chat": "chat" in capabilities,
+    }
+    if word in claims:
+        return "" if claims[word] else f"the port does not claim {word}"
+    if word in ("phases", "weights", "cache", "operators"):
+        return "" if word in capabilities else f"the port's adapter has no capability {word!r}"
+    return ""
+
+
+def refused(answer: Mapping[str, Any] | Failure, side: str) -> Mapping[str, Any]:
+    """Return what a side said of itself, or a stand-in for one that failed, so that its failure is judged and reported."""
+    if isinstance(answer, Failure):
+        return {"name": side, "scope": {}, "capabilities": [], "versions": {}, "failure": answer}
+    return answer
+
+
+def checkpoint_digest(checkpoint: Path) -> str:
+    """Return the cheap digest of a checkpoint: configuration, headers, sizes and sampled bytes."""
+    from harness.checkpoint import open_checkpoint
+
+    config = checkpoint / "config.json"
+    parts = [config.read_text() if config.is_file() else "", open_checkpoint(checkpoint).digest]
+    return digest_of(parts)
+
+
+def code_digest(spec: str) -> str:
+    """Return a digest of the file that a SPEC's code lies in (of the SPEC alone where there is none)."""
+    parsed: Spec = parse_spec(spec)
+    module = parsed.target.rpartition(":")[0] or parsed.target
+    path = Path(module)
+    if path.suffix != ".py":
+        try:
+            found = importlib.util.find_spec(module) if parsed.kind == "package" else None
+        except (ImportError, ValueError):
+            found = None
+        path = Path(found.origin) if found and found.origin else Path()
+    content = path.read_bytes() if path.is_file() else b""
+    return hashlib.blake2b(spec.encode() + content, digest_size=16).hexdigest()
+
+
+def _spec_text(config: Config, side: str) -> str:
+    return config.accel.spec if side == "accel" else config.reference.spec
