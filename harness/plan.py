@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,6 +133,14 @@ def make_plan(config: Config, checkpoint: Path, described: Mapping[str, Mapping[
     )
 
 
+def goldens_folder(config: Config) -> Path:
+    """Return where goldens are kept: --goldens, or the user's cache."""
+    if config.run.goldens is not None:
+        return config.run.goldens.resolve()
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "day0" / "goldens"
+
+
 def out_of_scope(word: str, scope: Scope, capabilities: Sequence[str] | frozenset[str]) -> str:
     """Return why a feature (`image`, `weights`, `multi_card`, ...) is outside the scope, or an empty string."""
     if word in scope.off:
@@ -152,7 +161,7 @@ def out_of_scope(word: str, scope: Scope, capabilities: Sequence[str] | frozense
 
 
 def refused(answer: Mapping[str, Any] | Failure, side: str) -> Mapping[str, Any]:
-    """Return what a side said of itself, or a stand-in for one that failed, so that its failure is judged and reported."""
+    """Return what a side said of itself, or a stand-in for one that failed, so that the failure is reported."""
     if isinstance(answer, Failure):
         return {"name": side, "scope": {}, "capabilities": [], "versions": {}, "failure": answer}
     return answer

@@ -247,6 +247,11 @@ def read_trace(folder: Path, run: str) -> Trace | Failure | None:
         return Failure(run=run, kind="refused", message=str(error))
 
 
+def refuse(folder: Path, failure: Failure) -> None:
+    """Keep a failure in place of a trace."""
+    save_failure(folder, failure)
+
+
 def is_current(folder: Path, run: Run, setup: Setup) -> bool:
     """Say whether `folder` already holds exactly this run in this setup. Raises TraceError for an unreadable golden."""
     if not (folder / "manifest.json").is_file():

@@ -1,4 +1,4 @@
-"""Which role does what for each planned run, and where its trace lies. Knows records and folders; must not know limits.
+"""Which role does what for each planned run, and where its trace lies. Knows records; must not know limits.
 
 One planned run becomes jobs of up to five roles. The oracle answers every phase, layout and split with one whole prefill;
 the floor walks the same phases in the port's precision, and twice more with jittered inputs where inputs are replayed.

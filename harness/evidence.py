@@ -1,0 +1,84 @@
+"""What a run can show for itself beside verdicts: environment, what was exercised, what was not covered, practices.
+
+Knows plans, traces and results; must not know limits.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from harness.plan import Plan
+from harness.report.results import Environment
+from harness.schedule import Schedule
+from harness.stages import StageView
+from harness.types import STAGES, StageResult, Status, Trace
+
+
+def environment(plan: Plan, checklist_digest: str) -> Environment:
+    """Return versions, device and digests of everything a verdict may depend on."""
+    sides = {
+        side: {"name": told.get("name", ""), "spec": getattr(plan.config, side).spec, "device": told.get("device", ""),
+               "versions": told.get("versions", {})}
+        for side, told in plan.described.items()
+    }  # fmt: skip
+    sides["accel"]["dtype"] = plan.setups["accel"].dtype
+    sides["reference"]["dtype"] = plan.setups["oracle"].dtype
+    return Environment(
+        versions=dict(plan.described["accel"].get("versions", {})),
+        device=str(plan.described["accel"].get("device", "")),
+        sides=sides,
+        digests={**plan.digests, "checklists": checklist_digest},
+        facts={"machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count() or 0},
+    )
+
+
+def exercised(plan: Plan, stages: Sequence[StageResult], view: Callable[[str], StageView]) -> dict[str, Any]:
+    """Return what the cases of the stages that ran have reached: phases, layouts, lengths, images, replay."""
+    ran = [s.name for s in stages if s.status not in (Status.SKIPPED, Status.BLOCKED)]
+    reached: dict[str, set[Any]] = {k: set() for k in ("phases", "layouts", "images", "replay_levels", "stages")}
+    longest = taps = 0
+    for name in ran:
+        stage_view = view(name)
+        reached["stages"].add(name)
+        for run in stage_view.runs:
+            trace = stage_view.trace("accel", run.id)
+            if not isinstance(trace, Trace):
+                continue
+            reached["phases"].add(
+                str(run.options.get("phase", "prefill")) if run.kind in ("forward", "steps") else run.kind
+            )
+            reached["layouts"].add(str(run.layout))
+            reached["replay_levels"].add(run.level)
+            for image in run.case.images if run.case else ():
+                reached["images"].add(f"{image.height}x{image.width}")
+            longest = max(longest, int(trace.facts.get("length_tokens", 0)))
+            taps = max(taps, len(trace.taps))
+    lists = {k: sorted(v, key=STAGES.index if k == "stages" else None) for k, v in reached.items()}
+    return {**lists, "longest_tokens": longest, "taps": taps}
+
+
+def not_covered(plan: Plan, stages: Sequence[StageResult]) -> list[str]:
+    """Return in sentences what this run therefore does not say."""
+    sentences = [f"{feature}: {why}" for feature, why in plan.scope.off.items()]
+    sentences += [f"taps {glob} were not observed: {why}" for glob, why in plan.scope.unobservable.items()]
+    for stage in stages:
+        skipped: dict[str, list[str]] = {}
+        for verdict in stage.verdicts:
+            if verdict.status is Status.SKIPPED:
+                skipped.setdefault(verdict.reason, []).append(verdict.criterion.id)
+        sentences += [f"{stage.name}: {', '.join(ids)}: {why}" for why, ids in skipped.items()]
+        if stage.status is Status.BLOCKED:
+            sentences.append(f"{stage.name}: not run, {stage.reason}")
+    return list(dict.fromkeys(sentences))
+
+
+def practice_evidence(plan: Plan, schedule: Schedule) -> dict[str, str]:
+    """Return what a run shows for the practices that no criterion carries."""
+    goldens = {j.folder for j in schedule.jobs if j.role != "accel"}
+    evidence = {}
+    if plan.scope.replay and goldens and all((folder / "manifest.json").is_file() for folder in goldens):
+        evidence["baseline_saved"] = f"{len(goldens)} golden traces of the reference, kept by digest"
+    return evidence
