@@ -1,0 +1,177 @@
+"""Find where the rows of one tensor come from. Knows numbers only; must not know names, files or models.
+
+A row is hashed to 64 bits, so what was assembled from many tensors (stacked experts, fused projections, transposed or
+interleaved) is recognised without ever holding both sides. The order is then told as runs of consecutive source rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Hashes = NDArray[np.uint64]
+Ints = NDArray[np.int64]
+
+MAX_RUNS = 4096
+STRIDES = (1, 2, 3, 4)
+_CHUNK_ELEMENTS = 1 << 21
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SEED = 20
+
+
+def _multipliers(length: int) -> Hashes:
+    """Return `length` fixed odd 64-bit multipliers (the same in every process)."""
+    return np.random.default_rng(_SEED).integers(0, 2**63, size=length, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+def row_hashes(value: Tensor) -> Hashes:
+    """Hash every row of the last axis. Signed zeros are equal. value [..., L] -> [rows] uint64."""
+    length = value.shape[-1]
+    rows = value.reshape(-1, length)
+    if value.is_floating_point() and value.element_size() > 1:
+        rows = rows + 0.0  # -0.0 + 0.0 is +0.0
+    multipliers = _multipliers(length)
+    result = np.empty(rows.shape[0], dtype=np.uint64)
+    step = max(1, _CHUNK_ELEMENTS // max(1, length))
+    for start in range(0, rows.shape[0], step):
+        chunk = rows[start : start + step].contiguous()
+        chunk = chunk.view(torch.uint8) if chunk.element_size() == 1 else chunk.view(_BITS[chunk.element_size()])
+        words = chunk.to(torch.int64).numpy().astype(np.uint64)
+        mixed = (words + np.uint64(0x9E3779B97F4A7C15)) * multipliers
+        # The high half depends on every bit of a word; the low half alone would not.
+        mixed ^= mixed >> np.uint64(32)
+        result[start : start + step] = (mixed * np.uint64(0xD6E8FEB86659FD93)).sum(axis=1, dtype=np.uint64)
+    return result
+
+
+def constant_rows(value: Tensor) -> int:
+    """Count the rows whose elements are all the same: their content says nothing about where they come from."""
+    if value.shape[-1] < 2:
+        return 0
+    rows = value.reshape(-1, value.shape[-1])
+    rows = rows.float() if value.element_size() == 1 and value.is_floating_point() else rows
+    return int((rows == rows[:, :1]).all(dim=1).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTable:
+    """All candidate rows of one length: hashes in source order, and where each source begins."""
+
+    hashes: Hashes
+    starts: Ints
+    sources: tuple[str, ...]
+    order: Ints
+    ordered: Hashes
+
+    @staticmethod
+    def build(sources: Sequence[tuple[str, Hashes]]) -> RowTable:
+        """Join the rows of named sources."""
+        hashes = np.concatenate([h for _, h in sources]) if sources else np.empty(0, dtype=np.uint64)
+        starts = np.cumsum([0, *(len(h) for _, h in sources)]).astype(np.int64)
+        order = np.argsort(hashes, kind="stable").astype(np.int64)
+        return RowTable(
+            hashes=hashes, starts=starts, sources=tuple(n for n, _ in sources), order=order, ordered=hashes[order]
+        )
+
+    def found(self, wanted: Hashes) -> NDArray[np.bool_]:
+        """Say for each hash whether any source has such a row."""
+        if not len(self.hashes):
+            return np.zeros(len(wanted), dtype=bool)
+        at = np.searchsorted(self.ordered, wanted).clip(max=len(self.ordered) - 1)
+        return np.asarray(self.ordered[at] == wanted)
+
+    def hits(self, wanted: Hashes) -> dict[str, tuple[int, int]]:
+        """Return for each source that has any of the wanted rows: rows hit, rows in all."""
+        hit = np.isin(self.hashes, wanted)
+        result = {}
+        for i, name in enumerate(self.sources):
+            part = hit[self.starts[i] : self.starts[i + 1]]
+            if part.any():
+                result[name] = (int(part.sum()), len(part))
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """`count` consecutive rows of `source` from `start`; source "" where no source has such rows."""
+
+    source: str
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """How rows were assembled: row r belongs to stream r % stride, and each stream is a list of runs."""
+
+    stride: int
+    streams: tuple[tuple[Run, ...], ...]
+
+    @property
+    def runs(self) -> int:
+        """Number of runs; the description that needs fewest is the one to believe."""
+        return sum(len(s) for s in self.streams)
+
+
+def find_order(wanted: Hashes, table: RowTable) -> Order | None:
+    """Describe rows as runs of source rows, interleaved by the stride that needs fewest runs; None beyond MAX_RUNS."""
+    best: Order | None = None
+    limit = MAX_RUNS
+    for stride in STRIDES:
+        if stride > 1 and len(wanted) % stride:
+            continue
+        streams: list[tuple[Run, ...]] = []
+        left = limit
+        for offset in range(stride):
+            runs = _runs(wanted[offset::stride], table, left)
+            if runs is None:
+                break
+            left -= len(runs)
+            streams.append(runs)
+        if len(streams) == stride and (best is None or sum(len(s) for s in streams) < best.runs):
+            best = Order(stride=stride, streams=tuple(streams))
+            limit = best.runs
+        if best is not None and best.runs <= stride:
+            break
+    return best
+
+
+def _runs(wanted: Hashes, table: RowTable, limit: int) -> tuple[Run, ...] | None:
+    found = table.found(wanted)
+    runs: list[Run] = []
+    at, last = 0, -1
+    while at < len(wanted):
+        if len(runs) >= limit:
+            return None
+        if not found[at]:
+            gap = found[at:]
+            count = int(gap.argmax()) if gap.any() else len(gap)
+            runs.append(Run(source="", start=0, count=count))
+            at += count
+            continue
+        row, count = _longest(wanted[at:], table, last)
+        source = int(np.searchsorted(table.starts, row, side="right")) - 1
+        runs.append(Run(source=table.sources[source], start=row - int(table.starts[source]), count=count))
+        at, last = at + count, source
+    return tuple(runs)
+
+
+def _longest(wanted: Hashes, table: RowTable, last: int) -> tuple[int, int]:
+    """Return the source row whose run explains most of what follows; ties go to the first rows of the next source."""
+    low = int(np.searchsorted(table.ordered, wanted[0], side="left"))
+    high = int(np.searchsorted(table.ordered, wanted[0], side="right"))
+    best, best_count = int(table.order[low]), 0
+    # Rows that repeat often (zeros) have many candidates; a handful is enough to find the run that goes on.
+    for row in table.order[low : min(high, low + 64)].tolist():
+        source = int(np.searchsorted(table.starts, row, side="right")) - 1
+        stop = min(int(table.starts[source + 1]), row + len(wanted))
+        same = table.hashes[row:stop] == wanted[: stop - row]
+        count = len(same) if same.all() else int((~same).argmax())
+        if count > best_count or (count == best_count and source == last + 1 and row == table.starts[source]):
+            best, best_count = row, count
+    return best, best_count
