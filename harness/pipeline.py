@@ -29,7 +29,8 @@ from harness.report.results import Results, build_results, write_measurements
 from harness.report.terminal import Display
 from harness.schedule import Job, Schedule, make_schedule
 from harness.stages import StageView, stage_module
-from harness.types import STAGES, Failure, Measurement, StageResult, Status, Trace, as_json, digest_of, from_json
+from harness.types import STAGES, Failure, Measurement, Setup, StageResult, Status, Trace, as_json, digest_of, from_json
+from harness.world import RankJob, run_ranks
 
 
 def verify(config: Config, display: Display, *, command: str = "") -> Results:
@@ -246,38 +247,44 @@ class Campaign:
 
     def _record(self, session: Session, role: str, jobs: Sequence[Job]) -> int:
         """Do jobs in order. After a hang or a crash the rest of them is refused: each would cost a time-out again."""
-        from harness.ranks import record_ranks
-
         setup, broken = self.plan.setups[role], ""
+        worldly = [j for j in jobs if j.run.kind in ("collectives", "ranks")]
         for number, job in enumerate(jobs, start=1):
-            self.display.run_started(
-                job.role, job.run.id if role == "accel" else job.folder.name[:20], number, len(jobs)
-            )
-            failure: Failure | None
+            self.display.run_started(job.role, job.run.id if role == "accel" else job.folder.name, number, len(jobs))
             if broken:
-                failure = Failure(run=job.run.id, kind="refused", message=f"not run: {broken}")
-                refuse_run(job.folder, failure)
+                refuse_run(job.folder, Failure(run=job.run.id, kind="refused", message=f"not run: {broken}"))
                 continue
-            if job.run.kind in ("collectives", "ranks"):
-                failure = record_ranks(
-                    session, job.run, setup, job.folder, pins=job.pins, pin_dtype=self.plan.context.dtype
-                )
-            else:
-                failure = session.run(
-                    job.run, setup, job.folder, pins=job.pins, pin_dtype=self.plan.context.dtype, expected=job.expected
-                )
+            if job in worldly:
+                if job is worldly[0]:
+                    self._record_world(session, setup, worldly)
+                continue
+            failure = session.run(
+                job.run, setup, job.folder, pins=job.pins, pin_dtype=self.plan.context.dtype, expected=job.expected
+            )
             if failure is not None and failure.kind in ("hang", "crash", "memory"):
                 broken = f"{failure.run} ended in a {failure.kind} at {failure.last_tap or 'an unknown place'}"
         return len(jobs)
+
+    def _record_world(self, session: Session, setup: Setup, jobs: Sequence[Job]) -> None:
+        """Run every rank of every layout in one world; the single process gives its memory back first."""
+        session.close()
+        run_ranks(
+            [RankJob(run=j.run, out=j.folder, pins=j.pins, pin_dtype=self.plan.context.dtype) for j in jobs],
+            folder=self.out / "sessions" / "world",
+            spec=session.spec,
+            checkpoint=session.checkpoint or self.plan.checkpoint,
+            setup=setup,
+            timeout_s=self.plan.config.watchdog.run_s,
+            python=session.python,
+        )
 
     def view(self, name: str) -> StageView:
         """Return the traces of a stage."""
         folders = self.schedule.folders
 
         def trace(role: str, run_id: str) -> Trace | Failure | None:
-            base, _, rank = role.partition(".")
-            folder = folders.get((base, run_id))
-            return None if folder is None else read_trace(folder / rank if rank else folder, run_id)
+            folder = folders.get((role, run_id))
+            return None if folder is None else read_trace(folder, run_id)
 
         return StageView(context=self.plan.context, runs=self.plan.stages[name], trace=trace)
 
@@ -293,7 +300,7 @@ class Campaign:
                 facts={"traceback": traceback.format_exc()},
             )
         write_measurements(measurements, self.out / "measurements" / f"{name}.jsonl")
-        criteria = self.checklists.criteria.get(name, ())
+        criteria = self.checklists.by_stage.get(name, ())
         verdicts, unjudged = gate.judge(
             criteria=criteria,
             measurements=measurements,
