@@ -1,0 +1,267 @@
+"""One run of one case: every tap that the oracle has, compared. Knows taps and records; must not know limits."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from harness.compare.align import as_rows, broadcastable, like
+from harness.compare.decisions import Decision, agreeing, conditions, decisions_of, judge_decision
+from harness.compare.subject import Scene, Views, measured
+from harness.compare.values import SMALLEST_SLICE, error_ratios, floor_of, median_ratio
+from harness.metrics.discrete import valid_candidates
+from harness.metrics.distributions import kl_nats, top1_agreement
+from harness.metrics.real import mismatches, rel_rms_error
+from harness.taps import DECISION_KINDS, EXACT_KINDS, level_of
+from harness.types import Failure, Measurement, Run, Scope, Tap, Trace
+
+BUCKETS = 8
+"""Position buckets by default; a run's option `buckets` overrides it."""
+_MANDATORY = re.compile(r"layers\.\d+|vision\.blocks\.\d+|vision\.merger|embed|merged|logits|inputs\.token_ids")
+
+
+def is_mandatory(tap: Tap) -> bool:
+    """Say whether a port must show a tap, unless its scope declares it unobservable: layer outputs, decisions, logits."""
+    return tap.kind in DECISION_KINDS or _MANDATORY.fullmatch(tap.name) is not None
+
+
+def compare_run(
+    *,
+    stage: str,
+    run: Run,
+    oracle: Trace | Failure | None,
+    floors: Sequence[Trace],
+    accel: Trace | Failure | None,
+    scope: Scope,
+    dtype: str,
+) -> list[Measurement]:
+    """Measure one run against the oracle. Whatever was promised and is not there becomes a measurement with a problem.
+
+    A free run (level 0) gives accumulated ratios and logits; a replay at level L gives error ratios of the taps that L
+    isolates, and judges decisions. `dtype` is the port's precision. `run.options`: `phase` (a label), `compare_from`
+    (first token judged), `buckets` (position buckets).
+    """
+    if not isinstance(oracle, Trace):
+        return _lost(stage, run, oracle, "the oracle")
+    if not isinstance(accel, Trace):
+        return _lost(stage, run, accel, "the port", oracle=oracle, scope=scope)
+    order = {name: i for i, name in enumerate(oracle.taps)}
+    scene = Scene(stage=stage, run=run, oracle=oracle, floors=floors, accel=accel, dtype=dtype, order=order)
+    decisions = decisions_of(scene)
+    found: list[Measurement] = []
+    unseen: list[str] = []
+    for name, tap in oracle.taps.items():
+        if name not in oracle.tensors or not _isolated(run, tap) or _unobservable(name, scope):
+            continue
+        if name not in accel.tensors:
+            if is_mandatory(tap):
+                found.append(_problem(scene, tap, "missing", "the port did not record it"))
+            elif run.level:
+                unseen.append(name)
+            continue
+        found += _compare_tap(scene, tap, decisions)
+    if run.level:
+        detail = {"taps": unseen[:50]}
+        found.append(measured(stage, run, "unseen_taps", len(unseen), subject=run.id, n=len(order), detail=detail))
+    return found
+
+
+def _isolated(run: Run, tap: Tap) -> bool:
+    """Say whether a run says something about a tap: a replay about what its level isolates, a free run about layers."""
+    if tap.kind in EXACT_KINDS or tap.kind in DECISION_KINDS:
+        return True
+    return level_of(tap.name) <= max(1, run.level)
+
+
+def _unobservable(name: str, scope: Scope) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in scope.unobservable)
+
+
+def _compare_tap(scene: Scene, tap: Tap, decisions: Mapping[str, Decision]) -> list[Measurement]:
+    if tap.kind in EXACT_KINDS:
+        return _exact(scene, tap)
+    if tap.kind in DECISION_KINDS:
+        if decisions[tap.name].accel is None:
+            shape = tuple(scene.accel.tensors[tap.name].shape)
+            return [_problem(scene, tap, "error", _shapes(shape, tuple(scene.oracle.tensors[tap.name].shape)))]
+        return judge_decision(scene, tap.name, decisions)
+    views = _views(scene, tap)
+    if isinstance(views, Measurement):
+        return [views]
+    if tap.kind == "logits" and not scene.run.level:
+        return _logits(scene, views)
+    return _values(scene, views, decisions)
+
+
+def _views(scene: Scene, tap: Tap) -> Views | Measurement:
+    """Bring one tap of all sides into the oracle's shape."""
+    expected = scene.oracle.tensors[tap.name]
+    raw = scene.accel.tensors[tap.name]
+    actual = like(raw, scene.accel.taps[tap.name], other=expected, other_tap=tap)
+    if actual is None:
+        return _problem(scene, tap, "error", _shapes(tuple(raw.shape), tuple(expected.shape)))
+    floors = []
+    for trace in scene.floors:
+        if tap.name in trace.tensors:
+            floor = like(trace.tensors[tap.name], trace.taps[tap.name], other=expected, other_tap=tap)
+            if floor is not None:
+                floors.append(floor)
+    return Views(tap=tap, oracle=expected, floors=floors, accel=actual)
+
+
+def _values(scene: Scene, views: Views, decisions: Mapping[str, Decision]) -> list[Measurement]:
+    """Compare a real-valued tap on the tokens whose decisions agree."""
+    tap = views.tap
+    expected = as_rows(views.oracle, tap)
+    actual, floors = as_rows(views.accel, tap).values, [as_rows(f, tap).values for f in views.floors]
+    values = expected.values
+    if tap.kind == "scores":  # masked candidates have no value; where the port masks is judged with the decision
+        valid = valid_candidates(values)
+        actual, values = torch.where(valid, actual, 0.0), torch.where(valid, values, 0.0)
+        floors = [torch.where(valid, f, 0.0) for f in floors]
+    keep = _kept(scene, tap, decisions, values.shape[0]) if expected.tokens else torch.arange(values.shape[0])
+    if keep is None:
+        return []
+    actual, values, floors = actual[keep], values[keep], [f[keep] for f in floors]
+    if values.numel() < min(SMALLEST_SLICE, expected.values.numel()):
+        return [_problem(scene, tap, "too_few", f"decisions agree on {len(keep)} of {len(expected.values)} tokens")]
+    silent = _without_signal(scene, tap, actual, values, floors)
+    if silent is not None:
+        return [silent]
+    floor = floor_of(floors=floors, expected=values, dtype=getattr(torch, scene.dtype))
+    if not scene.run.level:
+        ratio = median_ratio(actual=actual, expected=values, floor=floor)
+        return [_number(scene, tap, "accumulated_ratio", ratio, len(keep))]
+    ratios = error_ratios(
+        actual=actual, expected=values, floor=floor, heads=expected.heads, tokens=expected.tokens, rows=keep,
+        buckets=int(scene.run.options.get("buckets", BUCKETS)),
+    )  # fmt: skip
+    return [
+        _number(scene, tap, "error_ratio", r.value, r.n, slice=r.slice, **({} if r.at is None else {r.slice: r.at}))
+        for r in ratios
+    ]
+
+
+def _kept(scene: Scene, tap: Tap, decisions: Mapping[str, Decision], count: int) -> Tensor | None:
+    """Return the tokens to compare, or None where already the floors leave too few to say anything."""
+    mask = torch.arange(count) >= scene.first_token
+    names = conditions(scene, tap.name, decisions) if scene.run.level else []
+    agree, honest = agreeing(names, decisions), agreeing(names, decisions, floors_only=True)
+    if agree is not None and honest is not None and agree.shape == mask.shape:
+        if int((mask & honest).sum()) * 4 < int(mask.sum()):
+            return None
+        mask = mask & agree
+    return mask.nonzero().reshape(-1)
+
+
+def _without_signal(
+    scene: Scene, tap: Tap, actual: Tensor, expected: Tensor, floors: Sequence[Tensor]
+) -> Measurement | None:
+    """Return what is to be said instead of a ratio where oracle or floor cannot carry one."""
+    if not torch.isfinite(expected).all():
+        return _problem(scene, tap, "error", "the oracle's value is not finite: the reference cannot be judged by")
+    if not all(torch.isfinite(f).all() for f in floors):
+        return _problem(
+            scene, tap, "error", "the floor's value is not finite: the reference overflows in this precision"
+        )
+    if not expected.any() and not any(f.any() for f in floors) and bool(actual.isnan().any() | actual.any()):
+        if bool(torch.isfinite(actual).all()):
+            return _problem(scene, tap, "no_signal", "the expected value is zero everywhere, the port's is not")
+    return None
+
+
+def _logits(scene: Scene, views: Views) -> list[Measurement]:
+    """Compare the distributions of a free run. The floor is never below rounding the oracle's own logits."""
+    rows = [as_rows(t, views.tap).values[scene.first_token :] for t in (views.oracle, views.accel, *views.floors)]
+    expected, actual, floors = rows[0], rows[1], rows[2:]
+    rounded = expected.to(getattr(torch, scene.dtype))
+    kl = kl_nats(actual=actual, expected=expected)
+    floor_kl = torch.stack([kl_nats(actual=f, expected=expected).mean() for f in (rounded, *floors)]).max()
+    n = int(expected.shape[0])
+    floor_top1 = min((top1_agreement(actual=f, expected=expected) for f in floors), default=1.0)
+    ratio = float(kl.mean() / floor_kl)
+    return [
+        _number(scene, views.tap, "logits_kl_ratio", ratio, n, token=int(kl.argmax())),
+        _number(scene, views.tap, "kl_nats_per_token", float(kl.mean()), n, floor=float(floor_kl)),
+        _number(scene, views.tap, "top1_agreement", top1_agreement(actual=actual, expected=expected), n, floor=floor_top1),
+    ]  # fmt: skip
+
+
+def _exact(scene: Scene, tap: Tap) -> list[Measurement]:
+    """Compare by equality: ids, positions, grids, masks. Real-valued inputs (pixels) by their relative error."""
+    expected, raw = scene.oracle.tensors[tap.name], scene.accel.tensors[tap.name]
+    actual = like(raw, scene.accel.taps[tap.name], other=expected, other_tap=tap)
+    if actual is None and not raw.is_floating_point():
+        actual = broadcastable(raw, expected)
+    if actual is None:
+        return [_problem(scene, tap, "error", _shapes(tuple(raw.shape), tuple(expected.shape)))]
+    if tap.kind == "mask":
+        actual, expected = _allows(actual), _allows(expected)
+    elif expected.is_floating_point():
+        return [
+            _number(scene, tap, "input_rel_rms_error", rel_rms_error(actual=actual, expected=expected), actual.numel())
+        ]
+    return [_number(scene, tap, "exact_mismatches", mismatches(actual=actual, expected=expected), actual.numel())]
+
+
+def _allows(mask: Tensor) -> Tensor:
+    """Return a mask as booleans: additive masks allow where nothing very negative is added."""
+    return valid_candidates(mask) if mask.is_floating_point() else mask != 0
+
+
+def _number(scene: Scene, tap: Tap, metric: str, value: float, n: int, **where: object) -> Measurement:
+    return measured(
+        scene.stage, scene.run, metric, value, subject=tap.name, order=scene.order[tap.name], n=n, kind=tap.kind,
+        where=where,
+    )  # fmt: skip
+
+
+def _problem(scene: Scene, tap: Tap, problem: str, message: str) -> Measurement:
+    return measured(
+        scene.stage, scene.run, _promised(scene.run, tap), None, subject=tap.name, order=scene.order[tap.name],
+        kind=tap.kind, problem=problem, detail={"message": message},
+    )  # fmt: skip
+
+
+def _promised(run: Run, tap: Tap) -> str:
+    """Return the metric that a tap's comparison would have led to."""
+    if tap.kind in EXACT_KINDS:
+        return "exact_mismatches"
+    if tap.kind in DECISION_KINDS:
+        return "decision_margin_z" if run.level else "agreeing_share"
+    if run.level:
+        return "error_ratio"
+    return "logits_kl_ratio" if tap.kind == "logits" else "accumulated_ratio"
+
+
+def _shapes(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    return f"expected the shape {expected} of the reference, found {found}"
+
+
+def _lost(
+    stage: str,
+    run: Run,
+    side: Trace | Failure | None,
+    who: str,
+    *,
+    oracle: Trace | None = None,
+    scope: Scope | None = None,
+) -> list[Measurement]:
+    """Measure a run that did not end as missing: tap by tap where the promised taps are known."""
+    assert not isinstance(side, Trace)
+    message = f"{who}: {side.kind}: {side.message}" if side is not None else f"{who} has no trace of this run"
+    detail = {"message": message, "last_tap": side.last_tap if side is not None else ""}
+    if oracle is None or scope is None:
+        metrics = ("error_ratio",) if run.level else ("accumulated_ratio", "logits_kl_ratio", "exact_mismatches")
+        return [measured(stage, run, m, None, subject="*", problem="error", detail=detail) for m in metrics]
+    return [
+        measured(
+            stage, run, _promised(run, tap), None, subject=name, order=place, kind=tap.kind, problem="error", detail=detail
+        )
+        for place, (name, tap) in enumerate(oracle.taps.items())
+        if is_mandatory(tap) and _isolated(run, tap) and not _unobservable(name, scope)
+    ]  # fmt: skip

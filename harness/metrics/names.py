@@ -1,0 +1,62 @@
+"""The known metrics and their units. A criterion that names another one is refused before anything runs.
+
+The unit is part of the promise: a measurement whose unit differs from its criterion's is an ERROR.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+METRICS: Mapping[str, str] = {
+    # load
+    "index_problems": "count",
+    "unused_tensors": "count",
+    "unfilled_parameters": "count",
+    "weight_mismatches": "count",
+    "provenance_mismatches": "count",
+    "nonfinite_weights": "count",
+    "load_peak_over_plan": "ratio",
+    # startup
+    "ready_tokens": "tokens",
+    "tokenizer_mismatches": "count",
+    "template_mismatches": "count",
+    "eos_mismatches": "count",
+    "concurrency_mismatches": "count",
+    "endpoint_errors": "count",
+    "ttft_s": "s",
+    "tokens_per_s": "tokens/s",
+    # values, any stage that compares traces
+    "exact_mismatches": "count",
+    "input_rel_rms_error": "ratio",
+    "error_ratio": "ratio",
+    "accumulated_ratio": "ratio",
+    "logits_kl_ratio": "ratio",
+    "kl_nats_per_token": "nats/token",
+    "top1_agreement": "share",
+    "unseen_taps": "count",
+    # decisions
+    "decision_margin_z": "z",
+    "decision_flips_excess": "count",
+    "decision_size_mismatches": "count",
+    "decision_outside_valid": "count",
+    "agreeing_share": "share",
+    # text
+    "greedy_margin_z": "z",
+    "greedy_margin_violations": "count",
+    "taps_change_logits": "count",
+    # image
+    "image_tokens": "tokens",
+    # multi_card
+    "collective_wrong_elements": "count",
+    "rank_disagreements": "count",
+    "rank_missing": "count",
+    # long_context
+    "decode_latency_median_s": "s",
+    "decode_latency_p90_s": "s",
+    "decode_jitter_ratio": "ratio",
+    "peak_over_plan": "ratio",
+    "growth_bytes_per_token": "bytes/token",
+    # coverage
+    "experts_reached_share": "share",
+    "selection_sparse_share": "share",
+}
