@@ -378,5 +378,5 @@ def _problems(error: ValidationError, origins: Mapping[tuple[str, ...], str]) ->
     for item in error.errors(include_url=False):
         path = tuple(str(p) for p in item["loc"] if isinstance(p, (str, int)))
         origin = origins.get(path[:2], "configuration")
-        message = item["msg"].removeprefix("Value error, ")
-        yield f"{origin}: [{path[0]}] {'.'.join(path[1:])}: {message}, found {item.get('input')!r}"
+        found = "" if item["type"] == "value_error" else f", found {item.get('input')!r}"
+        yield f"{origin}: [{path[0]}] {'.'.join(path[1:])}: {item['msg'].removeprefix('Value error, ')}{found}"

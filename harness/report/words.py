@@ -13,6 +13,8 @@ TITLES = {
     "multi_card": "Multi-card", "long_context": "Long context",
 }  # fmt: skip
 FILES = {name: f"{i:02d}-{name.replace('_', '-')}.md" for i, name in enumerate(TITLES, start=1)}
+_SELECTORS = frozenset({"level", "kind", "tap_level", "slice"})  # for criteria to select on, not a place
+_USUAL = {"phase": "prefill", "layout": "single"}
 _BAD = (Status.FAILED, Status.ERROR, Status.INCONCLUSIVE)
 
 
@@ -46,10 +48,14 @@ def pairs(mapping: Mapping[str, Any]) -> str:
 
 
 def where_text(measurement: Measurement | None) -> str:
-    """Return subject and slice of a measurement: `layers.2.attn (token 17)`."""
+    """Return subject and slice of a measurement: `layers.2.attn (token 17)`; what is as usual is left out."""
     if measurement is None:
         return "-"
-    return f"{measurement.subject} ({pairs(measurement.where)})" if measurement.where else measurement.subject
+    shown = {
+        k: v for k, v in measurement.where.items()
+        if k not in _SELECTORS and v is not None and _USUAL.get(k) != v
+    }  # fmt: skip
+    return f"{measurement.subject} ({pairs(shown)})" if shown else measurement.subject
 
 
 def usage(verdict: Verdict) -> float:

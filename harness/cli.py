@@ -1,0 +1,299 @@
+"""The command line. Knows the user's words, exit codes and where messages go; must not know how anything is done.
+
+Commands import what they need when they run, so that `--help` answers at once and imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harness.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_USAGE, Day0Error, UsageError
+
+app = typer.Typer(
+    name="day0",
+    help="Decide whether a port of a model to an accelerator is right, and where the first wrong thing is.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Exit codes: 0 accepted, 1 not accepted, 2 interrupted, 3 internal error, 4 usage, 5 nothing to verify.",
+)
+
+_CLICK_SIGNAL = 130  # what the command-line library makes of Ctrl-C
+
+ConfigFlag = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Configuration; ./day0.toml is read if it is there.")
+]
+ReferenceFlag = Annotated[
+    str | None, typer.Option("--reference", metavar="SPEC", help="The side that is believed (builtin:reference).")
+]
+AccelFlag = Annotated[str | None, typer.Option("--accel", metavar="SPEC", help="The port under test (builtin:accel).")]
+SetFlag = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any configuration key; repeatable."),
+]
+ChecklistsFlag = Annotated[
+    Path | None,
+    typer.Option("--checklists", metavar="DIR", help="Criteria to judge by, instead of the shipped ones."),
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"day0 {version('day0')}")
+        except PackageNotFoundError:
+            typer.echo("day0 (not installed: running from a source tree)")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Decide whether a port of a model to an accelerator is right, and where the first wrong thing is."""
+
+
+@app.command()
+def verify(
+    stage: Annotated[
+        str | None,
+        typer.Option("--stage", metavar="all|load,text,...", help="Stages; what comes before them runs too."),
+    ] = None,
+    config: ConfigFlag = None,
+    reference: ReferenceFlag = None,
+    accel: AccelFlag = None,
+    goldens: Annotated[
+        Path | None, typer.Option("--goldens", metavar="DIR", help="Recorded reference traces to use and to add to.")
+    ] = None,
+    checklists: ChecklistsFlag = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where the run is written (day0-run).")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option("--profile", metavar="quick|full", help="How much to exercise.")
+    ] = None,
+    require: Annotated[
+        str | None, typer.Option("--require", metavar="image,...", help="Refuse the run if one of these is skipped.")
+    ] = None,
+    after: Annotated[
+        Path | None,
+        typer.Option("--after", metavar="RUN", help="Take earlier stages from a run with equal digests."),
+    ] = None,
+    keep_going: Annotated[
+        bool | None, typer.Option("--keep-going/--no-keep-going", help="Run later stages after one was refused.")
+    ] = None,
+    resume: Annotated[
+        bool | None, typer.Option("--resume/--no-resume", help="Continue a run that was broken off.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would run and what it costs, and stop.")
+    ] = False,
+    sets: SetFlag = None,
+) -> None:
+    """Take a port through the stages against its reference, and judge it."""
+    flags = {
+        "run.stage": stage, "reference.spec": reference, "accel.spec": accel, "run.goldens": goldens,
+        "run.checklists": checklists, "run.out": out, "run.profile": profile, "run.require": require,
+        "run.after": after, "run.keep_going": keep_going, "run.resume": resume,
+    }  # fmt: skip
+    from harness.config import load_config
+
+    settings = load_config(config, flags=flags, sets=sets or ())
+    from harness import pipeline
+
+    if dry_run:
+        _print_rows(pipeline.dry_run(settings))
+        return
+    from harness.report.github import append_step_summary
+    from harness.report.terminal import make_display
+
+    display = make_display(settings.run.stage, settings.run.out)
+    results = None
+    try:
+        results = pipeline.verify(settings, display)
+    finally:
+        display.close(results)
+    append_step_summary(results)
+    raise typer.Exit(results.exit_code)
+
+
+@app.command()
+def record(
+    reference: ReferenceFlag = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where the goldens are written.")] = None,
+    config: ConfigFlag = None,
+    stage: Annotated[
+        str | None, typer.Option("--stage", metavar="all|load,text,...", help="Stages to record for.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option("--profile", metavar="quick|full", help="How much to exercise.")
+    ] = None,
+    sets: SetFlag = None,
+) -> None:
+    """Record goldens, on the machine that can run the reference."""
+    from harness.config import load_config
+
+    flags = {"reference.spec": reference, "run.stage": stage, "run.profile": profile}
+    settings = load_config(config, flags=flags, sets=sets or (), sides=("reference",))
+    folder = out if out is not None else settings.run.goldens
+    if folder is None:
+        raise UsageError("expected a folder for the goldens, found none; add --out DIR")
+    from harness import pipeline
+    from harness.report.terminal import make_display
+
+    display = make_display(settings.run.stage)
+    try:
+        count = pipeline.record(settings, folder, display)
+    finally:
+        display.close(None)
+    typer.echo(f"{count} runs recorded in {folder}\nuse them with: day0 verify --goldens {folder} ...")
+
+
+@app.command()
+def compare(
+    actual: Annotated[Path, typer.Argument(metavar="ACTUAL_DIR", help="Traces of the port.")],
+    expected: Annotated[Path, typer.Argument(metavar="EXPECTED_DIR", help="Traces of the reference.")],
+    checklists: ChecklistsFlag = None,
+) -> None:
+    """Judge two folders of traces; no model is needed."""
+    for folder in (actual, expected):
+        if not folder.is_dir():
+            raise UsageError(f"expected a folder of traces at {folder}, found none")
+    from harness import pipeline
+    from harness.report.terminal import make_display
+
+    results = pipeline.compare_dirs(actual, expected, checklists)
+    make_display(tuple(s.name for s in results.stages)).close(results)
+    raise typer.Exit(results.exit_code)
+
+
+@app.command()
+def diagnose(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.")],
+) -> None:
+    """Print the findings of a run, the first wrong place first."""
+    from harness.report.markdown import findings_text
+    from harness.report.results import read_results
+
+    typer.echo(findings_text(read_results(_run_dir(run_dir))))
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.")],
+) -> None:
+    """Render the reports of a run again, from its results.json alone."""
+    from harness.report.render import render
+    from harness.report.results import read_results
+
+    folder = _run_dir(run_dir)
+    for path in render(read_results(folder), folder):
+        typer.echo(str(path))
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put the files.")] = Path("."),
+) -> None:
+    """Scaffold a port: a day0.toml and a port.py that run as they are."""
+    from harness.scaffold import scaffold
+
+    for path in scaffold(folder):
+        typer.echo(f"wrote {path}")
+    where = "" if folder == Path(".") else f" --config {folder / 'day0.toml'}"
+    typer.echo(f"next: day0 verify --stage text{where}")
+
+
+@app.command()
+def doctor() -> None:
+    """Describe this machine: versions, devices, memory, what day0 can do here."""
+    from harness.doctor import describe
+
+    for heading, rows in describe().items():
+        typer.echo(heading)
+        for name, value in rows:
+            typer.echo(f"  {name:<24} {value}")
+
+
+def _run_dir(path: Path) -> Path:
+    if not path.is_dir():
+        raise UsageError(
+            f"expected the folder of a run at {path}, found none; `day0 verify` writes day0-run unless told"
+        )
+    if not (path / "results.json").is_file():
+        raise UsageError(f"expected results.json in {path}, found none; name the folder that `day0 verify --out` wrote")
+    return path
+
+
+def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print mappings as an aligned table; a key that a row lacks stays empty."""
+    if not rows:
+        typer.echo("nothing would run")
+        return
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    table = [keys, *([str(row.get(key, "")) for key in keys] for row in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(keys))]
+    for line in table:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit code; every message goes to stderr as one block."""
+    try:
+        code = app(args=list(argv) or ["--help"], prog_name="day0", standalone_mode=False)
+    except Day0Error as error:
+        _complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _complain("interrupted; what was recorded is kept, `--resume` goes on from there")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return EXIT_REFUSED
+    except Exception as error:
+        return _unexpected(error)
+    if code == _CLICK_SIGNAL:
+        _complain("interrupted; what was recorded is kept, `--resume` goes on from there")
+        return EXIT_INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def _unexpected(error: Exception) -> int:
+    """Tell a mistake in the words (raised by the command-line library) from one in this program."""
+    message = getattr(error, "format_message", None)
+    if message is not None:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "day0"
+        _complain(f"{message()}\ntry: {command} --help")
+        return EXIT_USAGE
+    if type(error).__name__ == "Abort":
+        _complain("interrupted")
+        return EXIT_INTERRUPTED
+    traceback.print_exception(error)
+    _complain("this is a mistake inside day0, not in the port; please report it with the lines above and `day0 doctor`")
+    return EXIT_INTERNAL
+
+
+def _complain(text: str) -> None:
+    first, *rest = text.splitlines() or [""]
+    print("\n".join([f"day0: {first}", *(f"      {line}" for line in rest)]), file=sys.stderr)
+
+
+def main() -> int:
+    """Enter from the `day0` command."""
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

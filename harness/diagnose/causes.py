@@ -1,0 +1,167 @@
+"""The likely cause in one sentence, from the pattern of what failed. Knows metrics and tap names; must not know limits.
+
+Each sentence says what the pattern rules in, then what is usually wrong at such a place: a hint, not a verdict.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from harness.types import Measurement
+
+DIRECT = {
+    "index_problems": "the checkpoint's index and its shards do not agree: a shard is missing, short, or named wrongly",
+    "unused_tensors": "a tensor of the checkpoint was never used: a renamed or prefixed key was passed over",
+    "unfilled_parameters": "a parameter was never filled: no such tensor, a tie not applied, or a shard dropped",
+    "weight_mismatches": "memory does not hold what the checkpoint says: scale, layout, permutation, order or decoder",
+    "provenance_mismatches": "a parameter was filled from another tensor than the one it belongs to",
+    "nonfinite_weights": "a loaded weight is not finite: a wrong decoder or scale, or memory never written",
+    "load_peak_over_plan": "loading holds more than the plan: whole shards or decoded copies are kept alive",
+    "ready_tokens": "the process is up but cannot generate: being ready must mean one real generation",
+    "tokenizer_mismatches": "the same text becomes other ids: special tokens, a second BOS, normalisation",
+    "template_mismatches": "the chat template renders another prompt: roles, generation prompt, or a second BOS",
+    "eos_mismatches": "generation ends on other ids: not all end-of-sequence ids of the configuration count",
+    "concurrency_mismatches": "requests disturb each other: a shared slot, wrong lengths or padding in a batch",
+    "endpoint_errors": "the endpoint does not answer as the protocol says",
+    "image_tokens": "another number of image positions: patch grid, merging, or the place of the image token",
+    "input_rel_rms_error": "the pixels differ already: resizing, normalisation, channel or patch order",
+    "greedy_margin_z": "another token was chosen where the reference was sure",
+    "greedy_margin_violations": "another token was chosen where the reference was sure",
+    "taps_change_logits": "looking at the port changes it: a tap aliases a buffer, or hooks switch off a path",
+    "collective_wrong_elements": "a collective gives wrong sums: group, datatype, uneven sizes, a buffer used too early",
+    "rank_disagreements": "ranks that must hold the same do not: a missing reduction, or one rank's own slice",
+    "rank_missing": "a rank did not report: it crashed, hung, or never joined",
+    "peak_over_plan": "memory grows beyond the plan with length: something is kept per token or per request",
+    "growth_bytes_per_token": "memory grows beyond the plan with length: something is kept per token or per request",
+    "decode_latency_median_s": "a decode step is slower than promised",
+    "decode_latency_p90_s": "the tail of decode steps is slower than promised",
+    "decode_jitter_ratio": "decode steps vary: recompilation, growing buffers, or fallbacks at some lengths",
+    "experts_reached_share": "the cases did not reach every expert, so the rest was not checked",
+    "selection_sparse_share": "the cases never made the selection choose, so the sparse path was not checked",
+    "decision_size_mismatches": "another number of items is chosen: k, the padding of short rows, or repeated ids",
+    "decision_outside_valid": "items are chosen that are not allowed: the causal limit, a mask, or ids out of range",
+}  # fmt: skip
+
+TYPICAL = (
+    (r"norm", "epsilon, weight offset (w or 1 + w), the precision of the mean"),
+    (r"indexer\.(q|k)$|(^|\.)(q|k|k_rope|rope|rotary)(_\w+)?$", "rotary style, its base or scaling, or permuted rows"),
+    (r"indexer", "causal limit, rotary style, head weights, or a rotation applied to one side only"),
+    (r"router|gate", "sigmoid or softmax, the correction bias, group masking, renormalisation, the scaling factor"),
+    (r"experts", "order of gate and up, the activation's clamp, expert order, or a decoder's scale"),
+    (r"shared_expert|mlp", "the activation, its clamp, or order of gate and up"),
+    (r"attn\.core|attn\.sdpa", "softmax scale, sinks, soft cap, window, or the mask's alignment"),
+    (r"attn(\.o_proj)?$", "the output projection: weights, head order, or a missing reduction"),
+    (r"^embed$", "the table, its scale, or ids beyond it"),
+    (r"^merged$", "the place or the order of the image rows"),
+    (r"pos_embed", "resizing of the position table, or the order of patches"),
+    (r"patch_embed", "patch order, channel order, or normalisation"),
+    (r"merger", "the order of the patches that are merged, or the activation"),
+    (r"^logits$", "soft cap, scale, a head that is tied or not, padded vocabulary rows"),
+    (r"state|conv", "a state that is transposed, not reset, or cut at a chunk's edge"),
+    (r"(^|\.)(layers|blocks)\.\d+$|\.mid$", "its own glue: the residual, its scale, or the block's boundary"),
+)  # fmt: skip
+
+PHASES = {
+    "decode": "only in decode: position, mask alignment, cache contents or state of single steps",
+    "chunked": "only after the first chunk: mask alignment, positions, or the cache between chunks",
+    "slot": "only in a slot that was used before: something of the earlier request is left",
+    "generate": "only in generation: sampling, stopping, or the cache between steps",
+}
+
+SLICES = {
+    "token": "only some tokens: outliers, a clamp, padding, or an edge that they sit on",
+    "position": "only some positions: rotary angles, the mask, a window, or a page or chunk edge",
+    "head": "one head: a slice, a sink, a scale or a table of that head",
+    "channel": "some channels only: a block scale, a bias, a permutation, or a partial sum",
+    "expert": "one expert only: its weights, its scale, or its place in the map",
+}
+
+
+def cause_of(tap: str, failing: Sequence[Measurement]) -> str:
+    """Return the likely cause at a place in one sentence. `failing` are its failing measurements, the worst first."""
+    pattern = _pattern(tap, failing)
+    typical = next((text for regex, text in TYPICAL if re.search(regex, _bare(tap))), "")
+    wants_hint = any(
+        m.metric in ("error_ratio", "accumulated_ratio", "logits_kl_ratio") and _is_number(m) for m in failing
+    )
+    parts = [pattern, _only(failing)]
+    if typical and wants_hint and not any(m.metric in DIRECT for m in failing):
+        parts.append(f"usual there: {typical}")
+    return "; ".join(p for p in parts if p)
+
+
+def _bare(tap: str) -> str:
+    return re.sub(r"\.in(\.\w+)?$", "", tap)
+
+
+def _is_number(m: Measurement) -> bool:
+    return m.value is not None and math.isfinite(m.value)
+
+
+def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
+    """Return what kind of difference the failing metrics and slices show."""
+    missing = [m for m in failing if m.problem]
+    if missing and len(missing) == len(failing):
+        return _missing(missing[0])
+    if any(m.value is not None and not math.isfinite(m.value) for m in failing):
+        return "not a finite number: an overflow, a division by zero, a fully masked row, or memory never written"
+    if any(m.metric == "exact_mismatches" for m in failing):
+        return _exact(tap)
+    metrics = {m.metric for m in failing}
+    direct = next((DIRECT[m.metric] for m in failing if m.metric in DIRECT), "")
+    if direct:
+        return direct
+    if metrics <= {"decision_margin_z", "decision_flips_excess"}:
+        return "other items are chosen than noise explains: the rule of choice, a bias, or the scores themselves"
+    if metrics <= {"accumulated_ratio", "logits_kl_ratio", "kl_nats_per_token", "top1_agreement", "agreeing_share"}:
+        return (
+            "no unit is wrong by itself, but the error grows beyond the floor's on the way: what passes between units"
+        )
+    return _slices(tap, failing)
+
+
+def _missing(m: Measurement) -> str:
+    message = str(m.detail.get("message", ""))
+    if m.problem == "missing":
+        return f"promised but not shown: {message or 'the port did not record it'}"
+    if m.problem == "no_signal":
+        return f"no signal where one was expected: {message}"
+    return f"could not be compared: {message}" if message else f"could not be compared ({m.problem})"
+
+
+def _exact(tap: str) -> str:
+    if "token_ids" in tap:
+        return "the ids differ before the model runs: tokenizer, template, or image placeholders"
+    if "position" in tap:
+        return "the positions differ before the model runs: offset, padding, or image positions"
+    if "grid" in tap or "pixel" in tap:
+        return "the picture is cut differently: resizing, patch size, or order"
+    if "mask" in tap:
+        return "the mask differs: causal alignment, window, padding, or the picture's bounds"
+    return "a value that must be equal is not"
+
+
+def _slices(tap: str, failing: Sequence[Measurement]) -> str:
+    ratios = [m for m in failing if m.metric == "error_ratio"]
+    slices = {str(m.where.get("slice", "whole")) for m in ratios}
+    worst = max((m.value or 0.0 for m in ratios), default=0.0)
+    where = "in the glue in front of it" if tap != _bare(tap) else "in the whole unit"
+    if "whole" in slices:
+        size = "wrong" if worst >= 10 else "off by more than rounding"
+        return f"{size} {where} (error {worst:.3g} times the floor's)"
+    named = [SLICES[s] for s in ("head", "expert", "position", "channel", "token") if s in slices]
+    return named[0] if named else f"off by more than rounding (error {worst:.3g} times the floor's)"
+
+
+def _only(failing: Sequence[Measurement]) -> str:
+    """Say when only one phase or only split layouts fail; the plain prefill on one card is always measured too."""
+    layouts = {str(m.where.get("layout", "single")) for m in failing}
+    if layouts and "single" not in layouts:
+        return f"only when split as {', '.join(sorted(layouts))}: a slice, a reduction, or a rank's own copy"
+    phases = {str(m.where.get("phase", "prefill")) for m in failing}
+    if "prefill" in phases or not phases:
+        return ""
+    known = [text for word, text in PHASES.items() if any(word in p for p in phases)]
+    return known[0] if len(phases) == 1 and known else f"only in {', '.join(sorted(phases))}, not in a plain prefill"

@@ -1,0 +1,187 @@
+"""From failing measurements to the first wrong places. Knows tap names and replay levels; must not know traces.
+
+A replay at level L overwrites every tap of at most that level, so what it measures at a tap is the segment behind the
+taps before it. A failure at the deepest level therefore names its place by itself; one of a shallower level counts only
+where nothing below that unit failed deeper; accumulated values localise nothing and speak only when nothing else does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from harness.diagnose.causes import cause_of
+from harness.taps import is_input, unit_of
+from harness.types import Criterion, Finding, Measurement
+
+TOP = 5
+"""Places that are worth a reader's time; the rest are counted."""
+
+EVIDENCE = 6
+ACCUMULATED = frozenset(
+    {"accumulated_ratio", "logits_kl_ratio", "kl_nats_per_token", "top1_agreement", "agreeing_share"}
+)
+
+Failing = tuple[Criterion, Measurement]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Failing measurements of one place. `tap` is the first in execution order; `order` its position."""
+
+    tap: str
+    order: int
+    failing: tuple[Failing, ...]
+
+
+def explain(failing: Sequence[Failing], *, modules: Mapping[str, str], reproduce: str) -> list[Finding]:
+    """Return findings, the first wrong place in execution order first.
+
+    `failing` pairs each measurement outside its promise with the criterion; `modules` gives the port's own path by tap.
+    """
+    blocking = [pair for pair in failing if pair[0].blocking] or list(failing)
+    lost = [pair for pair in blocking if _is_lost(pair[1])]
+    places = sorted(_split([pair for pair in blocking if not _is_lost(pair[1])]), key=lambda p: p.order)
+    findings = [_lost_finding(group, modules, reproduce) for group in _by_message(lost)]
+    findings += [_finding(place, modules, reproduce) for place in places[:TOP]]
+    if len(places) > TOP:
+        rest = f"{len(places) - TOP} further places are outside their limits, the last one {places[-1].tap}"
+        findings[-1] = replace(findings[-1], evidence=(*findings[-1].evidence, rest))
+    return findings
+
+
+def _is_lost(measurement: Measurement) -> bool:
+    """Say whether a whole run was lost, so that each of its taps repeats the same message."""
+    return measurement.problem == "error" and "last_tap" in measurement.detail
+
+
+def _level(measurement: Measurement) -> int:
+    level = measurement.where.get("level", 0)
+    return int(level) if isinstance(level, (int, float)) else 0
+
+
+def _split(failing: Sequence[Failing]) -> list[Place]:
+    """Group failing measurements by place, keeping of each subtree what was isolated deepest."""
+    local = [p for p in failing if p[1].metric not in ACCUMULATED]
+    if not local:
+        return _accumulated(failing)
+    kept: list[Failing] = []
+    for level in sorted({_level(m) for _, m in local}, reverse=True):
+        deeper = {unit_of(m.subject) for _, m in kept}
+        kept += [p for p in local if _level(p[1]) == level and not _explained(p[1], deeper)]
+    groups: dict[str, list[Failing]] = {}
+    for pair in kept:
+        groups.setdefault(_group(pair[1]), []).append(pair)
+    return [_place(group) for group in groups.values()]
+
+
+def _explained(measurement: Measurement, deeper: Iterable[str]) -> bool:
+    """Say whether a place inside the unit, isolated deeper, failed too. Exact values explain themselves."""
+    if measurement.metric == "exact_mismatches":
+        return False
+    unit = unit_of(measurement.subject)
+    return any(d.startswith(unit + ".") for d in deeper) or (not is_input(measurement.subject) and unit in set(deeper))
+
+
+def _group(measurement: Measurement) -> str:
+    """Return the key of a place: a unit, or the glue in front of one; a decision goes with what it was chosen by."""
+    tap = measurement.subject
+    if is_input(tap):
+        return tap
+    return tap.split(".topk")[0] + (".topk" if ".topk" in tap else "")
+
+
+def _place(group: Sequence[Failing]) -> Place:
+    first = min(group, key=lambda p: p[1].order)
+    return Place(tap=first[1].subject, order=first[1].order, failing=tuple(sorted(group, key=_badness)))
+
+
+def _accumulated(failing: Sequence[Failing]) -> list[Place]:
+    """Return one place where only accumulated values fail: the first tap, which is where to look, not what is wrong."""
+    return [_place(failing)] if failing else []
+
+
+def _badness(pair: Failing) -> tuple[int, float]:
+    """Order the worst first: what is not finite or not measured, then by the share of the limit."""
+    criterion, m = pair
+    if m.value is None or not math.isfinite(m.value):
+        return (0, 0.0)
+    limit = _promised(criterion, m)
+    return (1, -(abs(m.value / limit) if limit else abs(m.value)))
+
+
+def _promised(criterion: Criterion, measurement: Measurement) -> float:
+    return criterion.limit + (criterion.per_sqrt_n / math.sqrt(measurement.n) if measurement.n > 0 else 0.0)
+
+
+def _finding(place: Place, modules: Mapping[str, str], reproduce: str) -> Finding:
+    criterion, worst = place.failing[0]
+    ratios = [m.value for _, m in place.failing if m.metric == "error_ratio" and m.value is not None]
+    return Finding(
+        tap=place.tap,
+        module=_module(place.tap, modules),
+        op=unit_of(place.tap).rsplit(".", 1)[-1] if not place.tap.startswith("inputs.") else "input",
+        cause=cause_of(place.tap, [m for _, m in place.failing]),
+        message=_sentence(criterion, worst),
+        evidence=tuple(dict.fromkeys(_sentence(c, m) for c, m in place.failing[1:]))[:EVIDENCE],
+        residual_ratio=max(ratios, key=lambda v: math.inf if math.isnan(v) else v) if ratios else None,
+        reproduce=reproduce,
+    )
+
+
+def _module(tap: str, modules: Mapping[str, str]) -> str:
+    """Return the port's own path of a tap or of the nearest unit around it."""
+    if tap in modules:
+        return modules[tap]
+    unit = unit_of(tap)
+    while unit:
+        if unit in modules:
+            return modules[unit]
+        unit = unit.rpartition(".")[0]
+    return ""
+
+
+def _sentence(criterion: Criterion, measurement: Measurement) -> str:
+    """Return one measurement in words: what, how much, where, and what was promised."""
+    m = measurement
+    head = f"{m.metric} of {m.subject}"
+    if m.value is None:
+        return f"{head} was not measured ({m.problem}): {m.detail.get('message', 'no reason given')}{_origin(m)}"
+    promised = f"{criterion.op} {_promised(criterion, m):.4g} {m.unit}"
+    at = f" at {m.where['slice']} {m.where[m.where['slice']]}" if m.where.get("slice") in m.where else ""
+    token = f" at token {m.where['token']}" if not at and "token" in m.where else ""
+    return f"{head} is {m.value:.4g}{at}{token}, promised {promised}{_origin(m)}"
+
+
+def _origin(m: Measurement) -> str:
+    parts = [f"run {m.run}"] if m.run else []
+    parts += [str(m.where["phase"])] if m.where.get("phase") else []
+    parts += [str(m.where["layout"])] if m.where.get("layout", "single") != "single" else []
+    parts += [f"n {m.n}"] if m.n > 1 else []
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _by_message(failing: Sequence[Failing]) -> list[list[Failing]]:
+    groups: dict[str, list[Failing]] = {}
+    for pair in failing:
+        groups.setdefault(str(pair[1].detail.get("message", "")), []).append(pair)
+    return list(groups.values())[:TOP]
+
+
+def _lost_finding(group: Sequence[Failing], modules: Mapping[str, str], reproduce: str) -> Finding:
+    """Return one finding for a run that did not end: its last tap is where it was."""
+    measurements = [m for _, m in group]
+    message = str(measurements[0].detail.get("message", ""))
+    last = next((str(m.detail["last_tap"]) for m in measurements if m.detail.get("last_tap")), "")
+    runs = sorted({m.run for m in measurements if m.run})
+    subject = last or min(measurements, key=lambda m: m.order).subject
+    return Finding(
+        tap=subject,
+        module=_module(subject, modules),
+        op=unit_of(subject).rsplit(".", 1)[-1],
+        cause="the run did not end, so nothing behind this place was seen",
+        message=message,
+        evidence=(f"runs lost: {', '.join(runs)}", f"last tap before it: {last or 'none was recorded'}"),
+        reproduce=reproduce,
+    )
