@@ -1,0 +1,316 @@
+"""The port as the harness sees it. Knows every other module here; holds no arithmetic of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_impl import vision
+from accel_impl.backend import BackendAdapter
+from accel_impl.cache import NoCache, PagedCache, SlotStore
+from accel_impl.config import Config, read_config
+from accel_impl.loader import Loaded, load
+from accel_impl.model import Model
+from accel_impl.parallel import Fleet, Place, SharedRecorder, distributed_place
+from accel_impl.shards import Shards
+from accel_impl.tokenizer import TextFront
+from harness.adapter import Inputs, Recorder, TokenIds, Weight, silent
+from harness.errors import PortError, SpecError, nearest
+from harness.types import Case, Facts, Layout, Scope, Setup
+
+OPTIONS = {"ops": "custom", "compile": "off", "slots": "8", "pages": "1024", "visit": "forward", "poison": "0"}
+"""Options of the SPEC and their defaults."""
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+LAYOUTS = (Layout(), Layout(tp=2), Layout(ep=2), Layout(pp=2), Layout(tp=2, ep=2), Layout(tp=2, pp=2))
+
+
+@dataclass(slots=True)
+class _Request:
+    """What a slot holds beside its pages."""
+
+    features: Tensor | None = None
+
+
+class AccelAdapter:
+    """The built-in port: bf16 (or float32), custom operators, paged cache, tensor/expert/pipeline parallel, a server."""
+
+    name = "builtin:accel"
+
+    def __init__(self, checkpoint: Path, setup: Setup) -> None:
+        self.options = _options(setup.options)
+        self.checkpoint, self.setup = checkpoint, setup
+        self.use = BackendAdapter(prefer=self.options["ops"], compiler=self.options["compile"])
+        self.config: Config = read_config(checkpoint)
+        self.scope = Scope(
+            text=True,
+            image=self.config.vision is not None,
+            layouts=LAYOUTS,
+            phases=("prefill", "chunk", "decode"),
+            max_length_tokens=self.config.max_position_embeddings,
+            serves=True,
+            chat=True,
+            fallbacks=self.use.fallbacks,
+        )
+        self.place = Place()
+        self.model: Model | None = None
+        self.cache: PagedCache | None = None
+        self._requests: dict[int, _Request] = {}
+        self._simulated: dict[Layout, tuple[Fleet, list[Model]]] = {}
+        self._front: TextFront | None = None
+        self._server: Any = None
+
+    # ---- weights
+
+    def load(self, checkpoint: Path, setup: Setup) -> Facts:
+        """Load this rank's weights and make its cache."""
+        self.checkpoint, self.setup = checkpoint, setup
+        self.config, self.dtype = read_config(checkpoint), _dtype(setup)
+        self._simulated.clear()
+        self._requests.clear()
+        if self.place.idle:
+            return {"idle": True}
+        loaded = self._loaded(self.place)
+        self.lossy = loaded.lossy
+        self.model = Model(self.config, loaded.weights, self.place, self.use, self.dtype)
+        self.cache = PagedCache(
+            layers=self.place.layers(self.config.num_hidden_layers),
+            widths={
+                "latent": self.config.kv_lora_rank,
+                "rope": self.config.qk_rope_head_dim,
+                "index": self.config.index_head_dim,
+            },
+            pages=int(self.options["pages"]),
+            page_tokens=self.config.page_tokens,
+            slots=int(self.options["slots"]),
+            dtype=self.dtype,
+        )
+        return {**loaded.facts, "cache_bytes": self.cache.nbytes}
+
+    def _loaded(self, place: Place) -> Loaded:
+        shards = Shards(self.checkpoint)
+        poison = self.options["poison"] == "1"
+        return load(shards, self.config, place, self.dtype, order=self.options["visit"], poison=poison)
+
+    def weights(self) -> Iterator[Weight]:
+        """Yield what memory holds, decoded in float32 where it is quantised, under the checkpoint's names."""
+        for name, held in self._model().weights.items():
+            exact = name not in self.lossy
+            yield Weight(name=name, tensor=held.decode(held.exact_dtype), checkpoint=name, lossless=exact)
+
+    def close(self) -> None:
+        """Stop the server and free everything."""
+        if self._server is not None:
+            self._server.stop()
+        self._server = self.model = self.cache = self._front = None
+        self._simulated.clear()
+        self._requests.clear()
+
+    def _model(self) -> Model:
+        if self.model is None:
+            raise PortError("expected a loaded port, found none; call load first")
+        return self.model
+
+    def _cache(self) -> PagedCache:
+        if self.cache is None:
+            raise PortError("expected a loaded port, found no cache; call load first")
+        return self.cache
+
+    # ---- inputs
+
+    def prepare(self, case: Case, record: Recorder) -> Inputs:
+        """Tokenise, insert the pictures' rows, flatten pictures into patches."""
+        ids, extras = self._ids(case), {}
+        if case.images:
+            if self.config.vision is None:
+                raise PortError("expected a checkpoint with a vision tower for a case with pictures, found none")
+            pixel_values, grid = vision.pixels(case.images, self.config.vision)
+            merged = [int(n) // self.config.vision.spatial_merge_size**2 for n in grid.prod(-1)]
+            ids = self._with_pictures(ids, case, merged)
+            extras = {"pixel_values": pixel_values, "image_grid": grid}
+        token_ids = record("inputs.token_ids", torch.tensor([ids], dtype=torch.int64), dims="batch token")
+        positions = record("inputs.position_ids", torch.arange(len(ids))[None], dims="batch token")
+        if extras:
+            extras["pixel_values"] = record("inputs.pixel_values", extras["pixel_values"], dims="patch feature")
+            extras["image_grid"] = record("inputs.image_grid", extras["image_grid"], dims="image axis")
+        return Inputs(token_ids=token_ids, position_ids=positions, extras=extras)
+
+    def _ids(self, case: Case) -> TokenIds:
+        if case.token_ids is not None:
+            return list(case.token_ids)
+        if case.messages is not None:
+            return self.front().encode(self.render(case.messages), special=False)
+        if case.prompt is None:
+            raise PortError(f"expected a prompt, messages or token ids in case {case.id}, found none")
+        return self.encode(case.prompt)
+
+    def _with_pictures(self, ids: TokenIds, case: Case, merged: Sequence[int]) -> TokenIds:
+        """Put each picture's run of placeholders where the case says, or where a placeholder stands in the text."""
+        token = self.config.image_token_id
+        if case.token_ids is not None:
+            at = list(case.image_at)
+            if len(at) != len(merged):
+                raise PortError(f"expected a place for each of {len(merged)} pictures in {case.id}, found {at}")
+            result: TokenIds = []
+            for index in range(len(ids) + 1):
+                for place, count in zip(at, merged, strict=True):
+                    result += [token] * count if place == index else []
+                result += ids[index : index + 1]
+            return result
+        if ids.count(token) != len(merged):
+            raise PortError(f"expected {len(merged)} <image> in {case.id}, found {ids.count(token)}")
+        counts = iter(merged)
+        return [i for one in ids for i in ([token] * next(counts) if one == token else [one])]
+
+    # ---- running
+
+    def forward(self, inputs: Inputs, record: Recorder) -> Tensor:
+        """Run a whole prefill."""
+        if self.place.idle:
+            return torch.empty(1, inputs.token_ids.shape[1], 0)
+        return _prefill(self._model(), inputs, record)
+
+    def generate(self, inputs: Inputs, max_new_tokens: int, record: Recorder) -> TokenIds:
+        """Prefill, then decode greedily over the paged cache."""
+        return [token for token, _ in self.stream(inputs, max_new_tokens, record)]
+
+    def stream(self, inputs: Inputs, max_new_tokens: int, record: Recorder) -> Iterator[tuple[int, Tensor]]:
+        """Yield greedy ids with the logits [vocabulary] that each was chosen from; end after an end-of-sequence id."""
+        if self.place.idle or max_new_tokens < 1:
+            return
+        slot, start = self.open(), 0
+        try:
+            for _ in range(max_new_tokens):
+                total = inputs.token_ids.shape[1]
+                logits = self.step(slot, inputs, start, total, record)[0, -1]
+                token = int(logits.argmax())
+                yield token, logits
+                if token in self.config.eos_token_id or total + 1 > self.config.max_position_embeddings:
+                    return
+                inputs, start = _appended(inputs, token), total
+        finally:
+            self.free(slot)
+
+    def open(self) -> int:
+        """Take a slot."""
+        slot = self._cache().open()
+        self._requests[slot] = _Request()
+        return slot
+
+    @torch.no_grad()
+    def step(self, slot: int, inputs: Inputs, start: int, stop: int, record: Recorder) -> Tensor:
+        """Process tokens [start, stop): a prefill, a chunk, or a sparse decode of one token."""
+        if self.place.idle:
+            return torch.empty(1, stop - start, 0)
+        model, request = self._model(), self._requests.get(slot)
+        if request is None:
+            raise PortError(f"expected an open slot, found {slot}; open are {sorted(self._requests)}")
+        if start == 0:
+            request.features = model.features(inputs, record)
+        store = SlotStore(self._cache(), slot, start, stop)
+        return model.run(inputs, start, stop, store, request.features, record)
+
+    def free(self, slot: int) -> None:
+        """Give the slot and its pages back."""
+        self._cache().free(slot)
+        del self._requests[slot]
+
+    # ---- several cards
+
+    def distribute(self, layout: Layout) -> None:
+        """Take this process's place; every rank of the world must call this, then load."""
+        self.place = distributed_place(layout)
+        self.model = self.cache = None
+
+    def simulate(self, layout: Layout, inputs: Inputs, record: Recorder) -> Tensor:
+        """Run every rank of a layout as a thread of this process; the first rank of each stage records."""
+        if layout not in self._simulated:
+            fleet = Fleet(layout)
+            places = [fleet.place(rank) for rank in range(layout.world_size)]
+            models = [Model(self.config, self._loaded(p).weights, p, self.use, self.dtype) for p in places]
+            self._simulated[layout] = (fleet, models)
+        fleet, models = self._simulated[layout]
+        try:
+            return fleet.run(lambda rank: _prefill(models[rank], inputs, _recorder(models[rank].place, record)))[0]
+        except PortError:
+            del self._simulated[layout]  # its barriers are broken
+            raise
+
+    # ---- facts
+
+    def cache_facts(self) -> Facts:
+        """Return the accounting of the paged cache."""
+        return self._cache().facts()
+
+    def operators(self) -> Mapping[str, str]:
+        """Return the operator table."""
+        return dict(self.use.table)
+
+    # ---- text and service
+
+    def front(self) -> TextFront:
+        """Return the text front end, opened on first use."""
+        if self._front is None:
+            self._front = TextFront(self.checkpoint)
+        return self._front
+
+    def encode(self, text: str) -> TokenIds:
+        """Tokenise plain text as a prompt."""
+        return self.front().encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Turn ids into text."""
+        return self.front().decode(token_ids)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Render a conversation."""
+        return self.front().render(messages)
+
+    def eos_ids(self) -> frozenset[int]:
+        """Return the ids that end a generation."""
+        return frozenset(self.config.eos_token_id)
+
+    def serve(self) -> str:
+        """Start the server on loopback if it is not up, and return its base URL."""
+        if self._server is None:
+            from accel_impl.server import Server
+
+            self._server = Server(self)
+        url: str = self._server.start()
+        return url
+
+
+def _prefill(model: Model, inputs: Inputs, record: Recorder) -> Tensor:
+    with torch.no_grad():
+        features = model.features(inputs, record)
+        return model.run(inputs, 0, inputs.token_ids.shape[1], NoCache(), features, record)
+
+
+def _recorder(place: Place, record: Recorder) -> Recorder:
+    return silent if record is silent else SharedRecorder(record, place.inner)
+
+
+def _appended(inputs: Inputs, token: int) -> Inputs:
+    """Return the request with one more token, at the next position."""
+    ids = torch.cat((inputs.token_ids, torch.tensor([[token]])), dim=1)
+    positions = inputs.position_ids
+    if positions is not None:
+        positions = torch.cat((positions, positions[:, -1:] + 1), dim=1)
+    return Inputs(token_ids=ids, position_ids=positions, extras=inputs.extras)
+
+
+def _options(given: Mapping[str, str]) -> dict[str, str]:
+    for key in given:
+        if key not in OPTIONS and key not in ("dtype", "device", "threads"):
+            raise SpecError(f"option {key!r} is not known to builtin:accel{nearest(key, list(OPTIONS))}")
+    return {**OPTIONS, **{k: v for k, v in given.items() if k in OPTIONS}}
+
+
+def _dtype(setup: Setup) -> torch.dtype:
+    if setup.dtype not in DTYPES:
+        raise SpecError(f"dtype: builtin:accel runs in {', '.join(DTYPES)}, found {setup.dtype!r}")
+    return DTYPES[setup.dtype]

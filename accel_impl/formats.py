@@ -1,0 +1,142 @@
+"""Number formats in memory: FP8 with block scales, MXFP4, and the way from one to the other. Knows no names, no model.
+
+Source of the layouts: OCP Microscaling Formats v1.0 (E2M1, E8M0); DeepSeek-V3's `weight_scale_inv` (it multiplies).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP8_MAX_EXPONENT = 8
+"""The largest power of two in e4m3fn is 2^8; its largest value is 448 = 1.75 * 2^8."""
+E8M0_BIAS = 127
+MX_BLOCK = 32
+EXPERT_BLOCK = (1, 128)
+"""Rows and columns that share one power-of-two scale in a converted expert."""
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES))
+
+
+@dataclass(slots=True, kw_only=True)
+class Plain:
+    """A weight resident as it is computed with."""
+
+    tensor: Tensor
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """The dtype that `decode` gives without rounding."""
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the decoded weight."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Return the values in `dtype`."""
+        return self.tensor.to(dtype)
+
+
+@dataclass(slots=True, kw_only=True)
+class Fp8:
+    """A weight resident in e4m3fn with one scale per block; `scale` is float32, or E8M0 bytes (uint8).
+
+    A shard keeps its place in the whole matrix (`row0`, `col0`), so that a cut inside a block takes the right scale.
+    Shapes: q [rows, cols]; scale [blocks of rows, blocks of cols] that the shard touches.
+    """
+
+    q: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+    row0: int = 0
+    col0: int = 0
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """The dtype that `decode` gives without rounding."""
+        return torch.float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the decoded weight."""
+        return tuple(self.q.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes, scales included."""
+        return self.q.numel() + self.scale.numel() * self.scale.element_size()
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Return q * scale, multiplied in float32."""
+        scale = exp2_of(self.scale) if self.scale.dtype == torch.uint8 else self.scale
+        rows = block_of(self.row0, self.q.shape[0], self.block[0])
+        cols = block_of(self.col0, self.q.shape[1], self.block[1])
+        return (self.q.float() * scale[rows][:, cols]).to(dtype)
+
+
+Resident = Plain | Fp8
+
+
+def block_of(start: int, count: int, block: int) -> Tensor:
+    """Return for `count` places from `start` on the block each lies in, counted from the first block touched."""
+    return torch.arange(start, start + count) // block - start // block
+
+
+def exp2_of(byte: Tensor) -> Tensor:
+    """Return 2^(byte - 127) as float32."""
+    return torch.ldexp(torch.ones(byte.shape), byte.to(torch.int32) - E8M0_BIAS)
+
+
+def fp8_shard(q: Tensor, scale: Tensor, block: tuple[int, int], rows: range, cols: range) -> Fp8:
+    """Cut rows and columns out of an FP8 matrix, together with every scale that they need."""
+    scale_rows = slice(rows.start // block[0], (rows.stop - 1) // block[0] + 1)
+    scale_cols = slice(cols.start // block[1], (cols.stop - 1) // block[1] + 1)
+    return Fp8(
+        q=q[rows.start : rows.stop, cols.start : cols.stop].clone(),
+        scale=scale[scale_rows, scale_cols].clone(),
+        block=block,
+        row0=rows.start,
+        col0=cols.start,
+    )
+
+
+def decode_mxfp4(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """Write the values of an MXFP4 matrix into `out`.
+
+    Shapes: packed [O, I / 2] uint8, low nibble first; scale [O, I / 32] uint8 (E8M0); out [O, I] float32.
+    """
+    rows, half = packed.shape
+    pairs = out.view(rows, half, 2)
+    pairs[..., 0] = E2M1[(packed & 0x0F).long()]
+    pairs[..., 1] = E2M1[(packed >> 4).long()]
+    out.view(rows, -1, MX_BLOCK).mul_(exp2_of(scale)[..., None])
+    return out
+
+
+def fp8_from_values(values: Tensor) -> tuple[Fp8, int]:
+    """Turn values into FP8 with a power-of-two scale per block; return it and the number of blocks that lost something.
+
+    The block's largest value is put at the top of e4m3fn's range, so MXFP4 groups whose exponents lie within 14 of each
+    other survive exactly. Shapes: values [O, I] float32.
+    """
+    rows, cols = values.shape
+    wide = EXPERT_BLOCK[1]
+    blocks = -(-cols // wide)
+    padded = values.new_zeros(rows, blocks * wide)
+    padded[:, :cols] = values
+    padded = padded.view(rows, blocks, wide)
+    _, exponent = torch.frexp(padded.abs().amax(-1))  # amax = m * 2^exponent, m in [0.5, 1)
+    byte = (exponent - 1 - FP8_MAX_EXPONENT + E8M0_BIAS).clamp(0, 254).to(torch.uint8)
+    scale = exp2_of(byte)[..., None]
+    q = (padded / scale).to(torch.float8_e4m3fn)
+    lossy = int((q.float() * scale != padded).any(-1).sum())
+    return Fp8(q=q.view(rows, -1)[:, :cols].contiguous(), scale=byte, block=EXPERT_BLOCK), lossy

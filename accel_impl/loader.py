@@ -1,0 +1,166 @@
+"""Loading: from shards to what memory holds, with facts. Knows forms and names; must not know how a model computes.
+
+MXFP4 experts are decoded into one workspace, reused for every matrix of every layer, and kept as FP8 with power-of-two
+scales; linears stay in the FP8 that the checkpoint declares; everything else is in the port's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_impl import formats
+from accel_impl.config import Config
+from accel_impl.formats import Plain, Resident
+from accel_impl.parallel import Place
+from accel_impl.plan import EXACT, FP8, MXFP4, Param, memory_plan, params, scale_name
+from accel_impl.shards import Shards
+from harness.errors import CheckpointError, SpecError, nearest
+
+ORDERS = ("forward", "reverse")
+
+
+@dataclass(slots=True, kw_only=True)
+class Workspace:
+    """The one buffer that conversions share. Nothing in it outlives a conversion."""
+
+    buffer: Tensor
+    poison: bool = False
+
+    def take(self, rows: int, cols: int) -> Tensor:
+        """Return the buffer's beginning as a [rows, cols] matrix; what lies in it is left over."""
+        if self.poison:
+            self.buffer.fill_(float("nan"))
+        return self.buffer[: rows * cols].view(rows, cols)
+
+
+@dataclass(slots=True, kw_only=True)
+class Ledger:
+    """Bytes that loading holds, and the most it ever held."""
+
+    held: int = 0
+    peak: int = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes taken (or given back, if negative)."""
+        self.held += nbytes
+        self.peak = max(self.peak, self.held)
+
+
+@dataclass(slots=True, kw_only=True)
+class Loaded:
+    """The weights of one rank by checkpoint name (`.weight` of a quantised one stands for it and its scales)."""
+
+    weights: dict[str, Resident]
+    facts: Mapping[str, Any]
+    lossy: Mapping[str, int] = field(default_factory=dict)
+
+
+def load(
+    shards: Shards, config: Config, place: Place, dtype: torch.dtype, *, order: str = "forward", poison: bool = False
+) -> Loaded:
+    """Load this rank's part of a checkpoint.
+
+    `order` is the order in which parameters are visited; `poison` fills the workspace with NaN before each use.
+    Raises CheckpointError for a parameter that is absent or of another shape or dtype.
+    """
+    if order not in ORDERS:
+        raise SpecError(f"option visit: expected {', '.join(ORDERS)}, found {order!r}{nearest(order, list(ORDERS))}")
+    wanted = list(params(config, place))
+    _check(shards, wanted)
+    plan = memory_plan(config, place, dtype)
+    ledger = Ledger()
+    workspace = Workspace(buffer=torch.empty(plan.workspace_bytes // 4), poison=poison)
+    ledger.add(plan.workspace_bytes)
+    weights: dict[str, Resident] = {}
+    lossy: dict[str, int] = {}
+    for param in wanted if order == "forward" else reversed(wanted):
+        raw = {name: shards.read(name) for name in _stored(param)}
+        read = sum(t.numel() * t.element_size() for t in raw.values())
+        ledger.add(read)
+        weights[param.name], lost = _resident(param, raw, config, workspace, dtype)
+        if lost:
+            lossy[param.name] = lost
+        ledger.add(weights[param.name].nbytes)
+        ledger.add(-read)
+    facts = {
+        "peak_bytes": ledger.peak,
+        "planned_bytes": plan.peak_bytes,
+        "resident_bytes": ledger.held - plan.workspace_bytes,
+        "resident_planned_bytes": plan.resident_bytes,
+        "workspace_bytes": plan.workspace_bytes,
+        "unused": sorted(set(shards.entries) - _all_names(config)),
+        "unfilled": sorted({p.name for p in wanted} - set(weights)),
+        "parameters": len(weights),
+        "lossy_blocks": dict(lossy),
+    }
+    return Loaded(weights=weights, facts=facts, lossy=lossy)
+
+
+def _stored(param: Param) -> list[str]:
+    return [*param.stored, *([scale_name(param)] if param.form == FP8 else [])]
+
+
+def _all_names(config: Config) -> set[str]:
+    return {name for param in params(config, Place()) for name in _stored(param)}
+
+
+def _check(shards: Shards, wanted: list[Param]) -> None:
+    """Hold every wanted tensor against the headers before anything is read."""
+    missing = [name for param in wanted for name in _stored(param) if name not in shards.entries]
+    if missing:
+        raise CheckpointError(
+            f"expected {len(missing)} more tensors in {shards.folder}, first {missing[0]!r}; "
+            f"nothing in the port may stay unfilled"
+        )
+    for param in wanted:
+        for name, shape in param.stored.items():
+            if shards.entries[name].shape != shape:
+                raise CheckpointError(f"expected {name!r} of shape {shape}, found {shards.entries[name].shape}")
+
+
+def _resident(
+    param: Param, raw: Mapping[str, Tensor], config: Config, workspace: Workspace, dtype: torch.dtype
+) -> tuple[Resident, int]:
+    """Turn what was read into what stays; return it and the number of blocks that lost something."""
+    if param.form == FP8:
+        return _fp8(param, raw, config), 0
+    if param.form == MXFP4:
+        return convert_expert(param, raw, workspace)
+    tensor = raw[param.name]
+    if param.rows:
+        tensor = torch.cat([tensor[r.start : r.stop] for r in param.rows])
+    if param.cols is not None:
+        tensor = tensor[:, param.cols.start : param.cols.stop]
+    return Plain(tensor=tensor.to(torch.float32 if param.form == EXACT else dtype, copy=True).contiguous()), 0
+
+
+def _fp8(param: Param, raw: Mapping[str, Tensor], config: Config) -> Resident:
+    q, scale = raw[param.name], raw[scale_name(param)]
+    grid = tuple(math.ceil(n / b) for n, b in zip(param.shape, config.block, strict=True))
+    if q.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32 or tuple(scale.shape) != grid:
+        raise CheckpointError(
+            f"expected {param.name!r} in e4m3 with float32 scales {grid}, found {q.dtype} with {scale.dtype} {tuple(scale.shape)}"
+        )
+    rows = param.rows[0] if param.rows else range(q.shape[0])
+    cols = param.cols if param.cols is not None else range(q.shape[1])
+    return formats.fp8_shard(q, scale, config.block, rows, cols)
+
+
+def convert_expert(param: Param, raw: Mapping[str, Tensor], workspace: Workspace) -> tuple[Resident, int]:
+    """Convert one MXFP4 matrix (this rank's rows and whole 32-blocks of columns) to FP8 through the workspace."""
+    packed, scale = raw[f"{param.name}_packed"], raw[f"{param.name}_scale"]
+    if param.rows:
+        (rows,) = param.rows
+        packed, scale = packed[rows.start : rows.stop], scale[rows.start : rows.stop]
+    if param.cols is not None:
+        start, stop = param.cols.start, param.cols.stop
+        packed = packed[:, start // 2 : stop // 2]
+        scale = scale[:, start // formats.MX_BLOCK : stop // formats.MX_BLOCK]
+    values = formats.decode_mxfp4(packed, scale, workspace.take(*param.local))
+    return formats.fp8_from_values(values)

@@ -1,0 +1,206 @@
+"""Which tensors a rank holds, in which form, and what they will cost. Knows names and shapes; must not know values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from accel_impl.config import Config
+from accel_impl.formats import EXPERT_BLOCK, MX_BLOCK
+from accel_impl.parallel import Place
+
+PLAIN, EXACT, FP8, MXFP4 = "plain", "exact", "fp8", "mxfp4"
+"""Forms: in the port's dtype; float32 as stored; FP8 with block scales; MXFP4 at rest and FP8 in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param:
+    """One parameter. `name` is the checkpoint's, without the suffix of a quantised form; `shape` is that of all ranks.
+
+    `rows` (one or more ranges) and `cols` are this rank's part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    form: str
+    rows: tuple[range, ...] = ()
+    cols: range | None = None
+
+    @property
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """Tensors of the checkpoint and their shapes, the main one first."""
+        if self.form == MXFP4:
+            rows, cols = self.shape
+            return {f"{self.name}_packed": (rows, cols // 2), f"{self.name}_scale": (rows, cols // MX_BLOCK)}
+        return {self.name: self.shape}
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """Shape of this rank's part."""
+        rows = sum(len(r) for r in self.rows) if self.rows else self.shape[0]
+        if len(self.shape) == 1:
+            return (rows,)
+        return (rows, len(self.cols) if self.cols is not None else self.shape[1], *self.shape[2:])
+
+
+def scale_name(param: Param) -> str:
+    """Return the name of an FP8 weight's scales."""
+    return f"{param.name}_scale_inv"
+
+
+def params(config: Config, place: Place) -> Iterator[Param]:
+    """Yield every parameter that this rank holds."""
+    hidden = config.hidden_size
+    if place.first:
+        yield Param(name="model.embed_tokens.weight", shape=(config.vocab_size, hidden), form=PLAIN)
+        yield from _vision(config, place)
+    for layer in place.layers(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield Param(name=f"{prefix}.{norm}.weight", shape=(hidden,), form=PLAIN)
+        yield from _attention(config, place, f"{prefix}.self_attn")
+        yield from _dense(config, place, prefix) if config.is_dense(layer) else _moe(config, place, prefix)
+    if place.last:
+        yield Param(name="model.norm.weight", shape=(hidden,), form=PLAIN)
+        rows = (place.cut(config.vocab_size),)
+        yield Param(name="lm_head.weight", shape=(config.vocab_size, hidden), form=PLAIN, rows=rows)
+
+
+def _attention(config: Config, place: Place, prefix: str) -> Iterator[Param]:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    mine = place.cut(heads)
+    q_out, kv_out, v = config.head_dim, config.qk_nope_head_dim + config.v_head_dim, config.v_head_dim
+    kv_a = config.kv_lora_rank + config.qk_rope_head_dim
+    yield Param(name=f"{prefix}.q_a_proj.weight", shape=(config.q_lora_rank, hidden), form=FP8)
+    yield Param(name=f"{prefix}.q_a_layernorm.weight", shape=(config.q_lora_rank,), form=PLAIN)
+    yield Param(
+        name=f"{prefix}.q_b_proj.weight",
+        shape=(heads * q_out, config.q_lora_rank),
+        form=FP8,
+        rows=(_times(mine, q_out),),
+    )
+    yield Param(name=f"{prefix}.kv_a_proj_with_mqa.weight", shape=(kv_a, hidden), form=FP8)
+    yield Param(name=f"{prefix}.kv_a_layernorm.weight", shape=(config.kv_lora_rank,), form=PLAIN)
+    yield Param(
+        name=f"{prefix}.kv_b_proj.weight",
+        shape=(heads * kv_out, config.kv_lora_rank),
+        form=FP8,
+        rows=(_times(mine, kv_out),),
+    )
+    yield Param(name=f"{prefix}.o_proj.weight", shape=(hidden, heads * v), form=FP8, cols=_times(mine, v))
+    yield Param(name=f"{prefix}.sinks", shape=(heads,), form=EXACT, rows=(mine,))
+    index, width = f"{prefix}.indexer", config.index_head_dim
+    yield Param(name=f"{index}.wq_b.weight", shape=(config.index_n_heads * width, config.q_lora_rank), form=PLAIN)
+    yield Param(name=f"{index}.wk.weight", shape=(width, hidden), form=PLAIN)
+    yield Param(name=f"{index}.k_norm.weight", shape=(width,), form=PLAIN)
+    yield Param(name=f"{index}.k_norm.bias", shape=(width,), form=PLAIN)
+    yield Param(name=f"{index}.weights_proj.weight", shape=(config.index_n_heads, hidden), form=PLAIN)
+
+
+def _times(heads: range, width: int) -> range:
+    return range(heads.start * width, heads.stop * width)
+
+
+def _gated(prefix: str, hidden: int, width: int, form: str, mine: range) -> Iterator[Param]:
+    for name in ("gate_proj", "up_proj"):
+        yield Param(name=f"{prefix}.{name}.weight", shape=(width, hidden), form=form, rows=(mine,))
+    yield Param(name=f"{prefix}.down_proj.weight", shape=(hidden, width), form=form, cols=mine)
+
+
+def _dense(config: Config, place: Place, prefix: str) -> Iterator[Param]:
+    width = config.intermediate_size
+    mine = place.cut(width, unit=config.block[0]) if place.layout.tp > 1 else range(width)
+    yield from _gated(f"{prefix}.mlp", config.hidden_size, width, FP8, mine)
+
+
+def _moe(config: Config, place: Place, prefix: str) -> Iterator[Param]:
+    hidden, experts, width = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
+    yield Param(name=f"{prefix}.mlp.gate.weight", shape=(experts, hidden), form=PLAIN)
+    yield Param(name=f"{prefix}.mlp.gate.e_score_correction_bias", shape=(experts,), form=EXACT)
+    mine = place.expert_cut(width, unit=MX_BLOCK)
+    for expert in place.experts(experts):
+        yield from _gated(f"{prefix}.mlp.experts.{expert}", hidden, width, MXFP4, mine)
+    shared = config.shared_size
+    yield from _gated(f"{prefix}.mlp.shared_experts", hidden, shared, PLAIN, place.cut(shared, unit=MX_BLOCK))
+
+
+def _vision(config: Config, place: Place) -> Iterator[Param]:
+    vision = config.vision
+    if vision is None:
+        return
+    width, head = vision.hidden_size, vision.hidden_size // vision.num_heads
+    heads, inner = _times(place.cut(vision.num_heads), head), place.cut(vision.intermediate_size)
+    qkv = tuple(range(part * width + heads.start, part * width + heads.stop) for part in range(3))
+
+    def linear(
+        name: str, out: int, into: int, rows: tuple[range, ...] = (), cols: range | None = None
+    ) -> Iterator[Param]:
+        yield Param(name=f"visual.{name}.weight", shape=(out, into), form=PLAIN, rows=rows, cols=cols)
+        yield Param(name=f"visual.{name}.bias", shape=(out,), form=PLAIN, rows=rows)
+
+    def norm(name: str) -> Iterator[Param]:
+        for part in ("weight", "bias"):
+            yield Param(name=f"visual.{name}.{part}", shape=(width,), form=PLAIN)
+
+    yield from linear("patch_embed", width, vision.patch_features)
+    yield Param(name="visual.pos_embed", shape=(*vision.pos_embed_grid, width), form=PLAIN)
+    for index in range(vision.depth):
+        block = f"blocks.{index}"
+        yield from norm(f"{block}.norm1")
+        yield from norm(f"{block}.norm2")
+        yield from linear(f"{block}.attn.qkv", 3 * width, width, rows=qkv)
+        yield from linear(f"{block}.attn.proj", width, width, cols=heads)
+        yield from linear(f"{block}.mlp.fc1", vision.intermediate_size, width, rows=(inner,))
+        yield from linear(f"{block}.mlp.fc2", width, vision.intermediate_size, cols=inner)
+    yield from norm("norm")
+    yield from linear("merger.fc1", vision.merged_features, vision.merged_features)
+    yield from linear("merger.fc2", config.hidden_size, vision.merged_features)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes that loading will take: what stays, the conversion workspace, the largest tensor in flight."""
+
+    resident_bytes: int
+    workspace_bytes: int
+    transient_bytes: int
+    parts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Everything at once."""
+        return self.resident_bytes + self.workspace_bytes + self.transient_bytes
+
+
+def memory_plan(config: Config, place: Place, dtype: torch.dtype) -> MemoryPlan:
+    """Work out the cost of loading from shapes alone."""
+    parts: dict[str, int] = dict.fromkeys((PLAIN, EXACT, FP8, MXFP4), 0)
+    workspace = transient = 0
+    for param in params(config, place):
+        count, whole = math.prod(param.local), math.prod(param.shape)
+        if param.form == PLAIN:
+            parts[PLAIN] += count * dtype.itemsize
+            transient = max(transient, 2 * whole)
+        elif param.form == EXACT:
+            parts[EXACT] += count * 4
+        elif param.form == FP8:
+            parts[FP8] += count + 4 * _fp8_scales(param, config.block)
+            grid = math.prod(-(-n // b) for n, b in zip(param.shape, config.block, strict=True))
+            transient = max(transient, whole + 4 * grid)
+        else:
+            rows, cols = param.local
+            parts[MXFP4] += count + -(-rows // EXPERT_BLOCK[0]) * -(-cols // EXPERT_BLOCK[1])
+            workspace = max(workspace, 4 * whole)
+            transient = max(transient, whole // 2 + whole // MX_BLOCK)
+    return MemoryPlan(
+        resident_bytes=sum(parts.values()), workspace_bytes=workspace, transient_bytes=transient, parts=parts
+    )
+
+
+def _fp8_scales(param: Param, block: tuple[int, int]) -> int:
+    rows = param.rows[0] if param.rows else range(param.shape[0])
+    cols = param.cols if param.cols is not None else range(param.shape[1])
+    return math.prod((r.stop - 1) // b - r.start // b + 1 for r, b in zip((rows, cols), block, strict=True))
