@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accel_impl.adapter import AccelAdapter
+    from accel_impl.port import AccelAdapter
     from harness.types import Setup
 
 
 def adapter(checkpoint: Path, setup: Setup) -> AccelAdapter:
     """Return the port for a checkpoint (entry point `day0.adapters: accel`)."""
-    from accel_impl.adapter import AccelAdapter
+    from accel_impl.port import AccelAdapter
 
     return AccelAdapter(checkpoint, setup)

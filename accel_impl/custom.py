@@ -1,4 +1,4 @@
-"""Fused implementations, as a vendor's kernels would be: fewer rounding points, another order. Knows ops' contract only.
+"""Fused implementations, as a vendor's kernels would be: fewer rounding points, another order. Knows the contract only.
 
 Everything between an operator's inputs and its output stays in float32 and is rounded once. What is not here runs on
 `accel_impl.fallback`. Shapes: as in `accel_impl.ops`.

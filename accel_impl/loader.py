@@ -145,7 +145,8 @@ def _fp8(param: Param, raw: Mapping[str, Tensor], config: Config) -> Resident:
     grid = tuple(math.ceil(n / b) for n, b in zip(param.shape, config.block, strict=True))
     if q.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32 or tuple(scale.shape) != grid:
         raise CheckpointError(
-            f"expected {param.name!r} in e4m3 with float32 scales {grid}, found {q.dtype} with {scale.dtype} {tuple(scale.shape)}"
+            f"expected {param.name!r} in e4m3 with float32 scales {grid}, "
+            f"found {q.dtype} with {scale.dtype} {tuple(scale.shape)}"
         )
     rows = param.rows[0] if param.rows else range(q.shape[0])
     cols = param.cols if param.cols is not None else range(q.shape[1])

@@ -1,10 +1,10 @@
-"""The decoder of one rank: prefill, chunk and decode over a store of keys. Knows weights by name and the operator table.
+"""The decoder of one rank: prefill, chunk and decode over a store of keys. Knows names of weights and operators.
 
 Every unit's output goes through `record`, and what comes back is what the next unit gets. Must not know files, threads
 or how weights are stored.
 
-Legend: B batch (1), T tokens of this call, S keys so far, F features, H heads of this rank, D head width, V value width,
-K chosen, E experts.
+Legend: B batch (1), T tokens of this call, S keys so far, F features, H heads of this rank, D head width, K chosen,
+E experts.
 """
 
 from __future__ import annotations

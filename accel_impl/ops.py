@@ -1,4 +1,4 @@
-"""The contract of every operator: its name, arguments and shapes. Knows no implementation; the backend's table has them.
+"""The contract of every operator: name, arguments, shapes. Knows no implementation; the backend's table has them.
 
 Each function below is an entry point, called as `ops.NAME(use, ...)` where `use` is the backend. It looks its
 implementation up in the table at every call, so wrapping `accel_impl.ops.NAME` reaches every variant.

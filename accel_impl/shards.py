@@ -59,7 +59,7 @@ class Shards:
         if missing:
             raise CheckpointError(
                 f"expected the tensors of {INDEX} in the shards that it names, found {len(missing)} of "
-                f"{len(weight_map)} absent, first {missing[0]!r} in {weight_map[missing[0]]!r}, in {folder}; fetch it again"
+                f"{len(weight_map)} absent, first {missing[0]!r} in {weight_map[missing[0]]!r}, in {folder}"
             )
 
     def read(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The text front end: tokenizer, chat template, incremental text. Knows the checkpoint's files; must not know the model."""
+"""The text front end: tokenizer, chat template, incremental text. Knows the checkpoint's files, not the model."""
 
 from __future__ import annotations
 

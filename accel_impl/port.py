@@ -37,7 +37,7 @@ class _Request:
 
 
 class AccelAdapter:
-    """The built-in port: bf16 (or float32), custom operators, paged cache, tensor/expert/pipeline parallel, a server."""
+    """The built-in port: bf16 (or float32), custom operators, paged cache, tp/ep/pp, a server."""
 
     name = "builtin:accel"
 
