@@ -30,7 +30,7 @@ DIRECT = {
     "greedy_margin_z": "another token was chosen where the reference was sure",
     "greedy_margin_violations": "another token was chosen where the reference was sure",
     "taps_change_logits": "looking at the port changes it: a tap aliases a buffer, or hooks switch off a path",
-    "collective_wrong_elements": "a collective gives wrong sums: group, datatype, uneven sizes, a buffer used too early",
+    "collective_wrong_elements": "a collective gives wrong sums: group, datatype, uneven sizes, or an early buffer",
     "rank_disagreements": "ranks that must hold the same do not: a missing reduction, or one rank's own slice",
     "rank_missing": "a rank did not report: it crashed, hung, or never joined",
     "peak_over_plan": "memory grows beyond the plan with length: something is kept per token or per request",

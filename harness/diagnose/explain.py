@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from harness.diagnose.causes import cause_of
+from harness.gate import limit_at
 from harness.taps import is_input, unit_of
 from harness.types import Criterion, Finding, Measurement
 
@@ -107,12 +108,8 @@ def _badness(pair: Failing) -> tuple[int, float]:
     criterion, m = pair
     if m.value is None or not math.isfinite(m.value):
         return (0, 0.0)
-    limit = _promised(criterion, m)
+    limit = limit_at(criterion, m.n)
     return (1, -(abs(m.value / limit) if limit else abs(m.value)))
-
-
-def _promised(criterion: Criterion, measurement: Measurement) -> float:
-    return criterion.limit + (criterion.per_sqrt_n / math.sqrt(measurement.n) if measurement.n > 0 else 0.0)
 
 
 def _finding(place: Place, modules: Mapping[str, str], reproduce: str) -> Finding:
@@ -148,7 +145,7 @@ def _sentence(criterion: Criterion, measurement: Measurement) -> str:
     head = f"{m.metric} of {m.subject}"
     if m.value is None:
         return f"{head} was not measured ({m.problem}): {m.detail.get('message', 'no reason given')}{_origin(m)}"
-    promised = f"{criterion.op} {_promised(criterion, m):.4g} {m.unit}"
+    promised = f"{criterion.op} {limit_at(criterion, m.n):.4g} {m.unit}"
     at = f" at {m.where['slice']} {m.where[m.where['slice']]}" if m.where.get("slice") in m.where else ""
     token = f" at token {m.where['token']}" if not at and "token" in m.where else ""
     return f"{head} is {m.value:.4g}{at}{token}, promised {promised}{_origin(m)}"

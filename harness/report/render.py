@@ -1,4 +1,4 @@
-"""Every report of a run, results.json and what is rendered from it. Knows the renderers; must not know how a run went on."""
+"""Every report of a run: results.json and what is rendered from it. Knows renderers; must not know the run itself."""
 
 from __future__ import annotations
 

@@ -10,9 +10,10 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,16 +23,6 @@ from harness.types import STAGES, Finding, Measurement, Scope, StageResult, Stat
 FORMAT = "day0.results/1"
 FILE_NAME = "results.json"
 SCHEMA_FILE = Path(__file__).with_name("results.schema.json")
-
-PRACTICES = {
-    "baseline_saved": "Baseline saved: the reference's traces are recorded before the port is judged",
-    "layers_in_order": "Layers in order: each layer is judged with the reference's inputs, first to last",
-    "upstream_reused": "Upstream reused: what the port does not replace is the unchanged upstream code",
-    "sparse_path_alone": "Sparse path alone: selections and routes are judged by themselves",
-    "communication_first": "Communication first: collectives are judged before any split model",
-    "long_context_stress": "Long-context stress: lengths around and beyond the model's own edges",
-    "fallback_retained": "Fallback retained: the reference path of an operator is still there and is exercised",
-}
 
 
 class _Model(BaseModel):
@@ -136,6 +127,7 @@ def build_results(
     environment: Environment | None = None,
     required: Sequence[str] = (),
     questions: Mapping[str, Sequence[str]] | None = None,
+    practices: Sequence[Promised] = (),
     practice_evidence: Mapping[str, str] | None = None,
     problems: Sequence[str] = (),
     **rest: Any,
@@ -143,8 +135,8 @@ def build_results(
     """Put gated stages together into Results and decide whether the run is accepted.
 
     `required` are stages whose skipping refuses the run; `problems` are further reasons to refuse it (an expired or
-    unmatched waiver, a required feature out of scope); `practice_evidence` ticks practices that no criterion carries.
-    `rest` are other fields of Results.
+    unmatched waiver, a required feature out of scope); `practices` are those of the checklists, ticked from verdicts
+    and `practice_evidence`. `rest` are other fields of Results.
     """
     accepted, exit_code = decide(stages, required=required, problems=problems)
     skipped = [f"{s.name}: {s.reason or 'outside the scope'}" for s in stages if s.status is Status.SKIPPED]
@@ -158,7 +150,7 @@ def build_results(
         ),
         environment=environment or Environment(),
         stages=tuple(StageReport.of(s, (questions or {}).get(s.name, ())) for s in stages),
-        practices=practices(stages, practice_evidence or {}),
+        practices=tuple(tick(practices, stages, practice_evidence or {})),
         problems=tuple(problems),
         **rest,
     )
@@ -181,24 +173,51 @@ def decide(
     return True, EXIT_ACCEPTED
 
 
-def practices(stages: Sequence[StageResult], evidence: Mapping[str, str]) -> tuple[Practice, ...]:
-    """Tick each practice whose criteria were judged and held, or for which evidence is given."""
-    verdicts = [v for s in stages for v in s.verdicts]
-    rows = []
-    for name, title in PRACTICES.items():
-        mine = [v for v in verdicts if v.criterion.practice == name]
-        held = [v for v in mine if v.status is Status.PASSED]
-        broken = [v for v in mine if v.status in (Status.FAILED, Status.ERROR, Status.INCONCLUSIVE)]
-        if broken:
-            done, text = False, "not done: " + ", ".join(f"{v.criterion.id} is {v.status.value}" for v in broken)
-        elif held:
-            done, text = True, ", ".join(f"{v.criterion.id} ({v.count} measured)" for v in held)
-        elif name in evidence:
-            done, text = True, evidence[name]
+class Promised(Protocol):
+    """A practice as a checklist promises it: ticked when all its criteria passed and all its facts are known."""
+
+    @property
+    def id(self) -> str: ...  # noqa: D102
+    @property
+    def title(self) -> str: ...  # noqa: D102
+    @property
+    def ticked_by(self) -> str: ...  # noqa: D102
+    @property
+    def criteria(self) -> Sequence[str]: ...  # noqa: D102
+    @property
+    def facts(self) -> Sequence[str]: ...  # noqa: D102
+
+
+def tick(promised: Sequence[Promised], stages: Sequence[StageResult], evidence: Mapping[str, str]) -> list[Practice]:
+    """Tick each practice from evidence, or say why it is not done.
+
+    `evidence` gives a sentence by the name of a fact, or by a practice's id for all its facts.
+    """
+    verdicts = {v.criterion.id: v for s in stages for v in s.verdicts}
+    return [_ticked(p, verdicts, evidence) for p in promised]
+
+
+def _ticked(practice: Promised, verdicts: Mapping[str, Verdict], evidence: Mapping[str, str]) -> Practice:
+    lacking, shown = [], []
+    for name in practice.criteria:
+        verdict = verdicts.get(name)
+        if verdict is not None and verdict.status is Status.PASSED:
+            shown.append(f"{name} ({verdict.count} measured)")
         else:
-            done, text = False, "not done: nothing in this run shows it"
-        rows.append(Practice(id=name, title=title, ticked=done, evidence=text))
-    return tuple(rows)
+            lacking.append(f"{name} {f'is {verdict.status.value}' if verdict is not None else 'was not judged'}")
+    for name in practice.facts:
+        known = evidence.get(name) or evidence.get(practice.id)
+        if known:
+            shown.append(known)
+        else:
+            lacking.append(f"nothing in this run shows {name.replace('_', ' ')}")
+    done = bool(shown) and not lacking
+    text = (
+        f"{practice.ticked_by}: {', '.join(dict.fromkeys(shown))}"
+        if done
+        else f"not done: {', '.join(lacking) or 'no evidence is asked for'}"
+    )
+    return Practice(id=practice.id, title=practice.title, ticked=done, evidence=text)
 
 
 def _finite(value: float | None) -> float | None:
@@ -238,9 +257,8 @@ def finite_verdict(verdict: Verdict) -> Verdict:
 
 
 def _finite_limit(limit: float) -> float:
-    if not math.isfinite(limit):
-        raise ValueError(f"a criterion's limit must be finite, found {limit}")
-    return limit
+    """Return the limit; an infinite one, which promises nothing, becomes the largest number that JSON can hold."""
+    return limit if math.isfinite(limit) else math.copysign(sys.float_info.max, limit)
 
 
 def write_measurements(measurements: Iterable[Measurement], path: Path) -> None:
@@ -298,10 +316,3 @@ def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
-
-
-__all__ = [
-    "FILE_NAME", "FORMAT", "PRACTICES", "SCHEMA_FILE", "Environment", "Practice", "Results", "ScopeReport",
-    "StageReport", "build_results", "decide", "finite_json", "finite_measurement", "finite_verdict", "practices",
-    "read_results", "schema_text", "write_measurements", "write_results",
-]  # fmt: skip
