@@ -88,6 +88,15 @@ def _tokenizer_config(checkpoint: Path) -> Mapping[str, Any]:
         return {}
 
 
+def special_strings(info: ModelInfo) -> tuple[str, ...]:
+    """Return the texts of the tokens that `tokenizer.json` marks as special; none without a readable tokenizer."""
+    try:
+        added = json.loads((Path(info.path) / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens", [])
+        return tuple(str(t["content"]) for t in added if t.get("special"))
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return ()
+
+
 def seeded_ids(info: ModelInfo, length: int, *, seed: int) -> tuple[int, ...]:
     """Return `length` token ids drawn without the special ones. Deterministic in `seed`."""
     draw = random.Random(f"day0-{seed}-{length}")

@@ -22,7 +22,8 @@ def chat(port: Any, options: Mapping[str, Any]) -> Facts:
     """Pass texts, ids and conversations through the port's own text front end (run kind `chat`).
 
     Options: `texts`, `ids` (lists of token ids to decode), `conversations` (lists of messages).
-    Returns: `encoded` {text: ids}, `round_trip` and `decoded` [text], `rendered` [text], `prepared` [ids], `eos_ids`.
+    Returns: `encoded` {text: ids}, `round_trip` and `decoded` [text], `rendered` [text], `prepared` [ids], `eos_ids`;
+    `partial` {text: [its first ids, decoded]}, where a character of several tokens is cut.
     """
     encoded = {text: _ids(port.encode(text)) for text in options["texts"]}
     conversations = options["conversations"]
@@ -30,6 +31,7 @@ def chat(port: Any, options: Mapping[str, Any]) -> Facts:
     return {
         "encoded": encoded,
         "round_trip": [port.decode(ids) for ids in encoded.values()],
+        "partial": {text: [port.decode(ids[:n]) for n in range(1, min(len(ids), 9))] for text, ids in encoded.items()},
         "decoded": [port.decode(list(ids)) for ids in options["ids"]],
         "rendered": [port.render(messages) for messages in conversations],
         "prepared": [_ids(port.prepare(case, silent).token_ids.flatten().tolist()) for case in cases],
@@ -139,7 +141,7 @@ def _request_of(port: Any, case: Case, front: bool) -> dict[str, Any]:
     return request | {"expected": answer}
 
 
-def collectives(device: str) -> Facts:
+def collectives(device: str, beat: Callable[[str], None]) -> Facts:
     """Run every collective for odd sizes and several dtypes on the default process group (run kind `collectives`).
 
     Returns: `checks`, one entry per operation, dtype and size with `wrong` elements of `elements`, and `unsupported`
@@ -152,6 +154,7 @@ def collectives(device: str) -> Facts:
     unsupported: dict[str, str] = {}
     for operation in exact.OPERATIONS:
         for label, dtype in exact.DTYPES.items():
+            beat(f"{operation} {label}")
             for count in exact.COUNTS:
                 wanted = exact.expected(operation, rank=rank, count=count, dtype=dtype, world=world)
                 try:
