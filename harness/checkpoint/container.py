@@ -1,7 +1,7 @@
 """Open a checkpoint folder. Knows safetensors files and their index; must not know quantisation formats or models.
 
-What is wrong is collected in `Checkpoint.problems`, so that a report can name all of it; what cannot be read is an error
-at the moment it is read. Names in an index are hostile: no shard may leave the folder.
+What is wrong is collected in `Checkpoint.problems`, so that a report can name all of it; what cannot be read is an
+error at the moment it is read. Names in an index are hostile: no shard may leave the folder.
 """
 
 from __future__ import annotations

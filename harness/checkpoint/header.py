@@ -1,7 +1,8 @@
 """Read the header of one safetensors file. Knows the container's bytes; must not know indexes, formats or models.
 
 The file is hostile input: nothing is mapped or allocated before lengths, offsets and shapes were checked against the
-size of the file. Source of the layout: the safetensors format description (u64 little-endian header length, JSON, data).
+size of the file. Source of the layout: the safetensors format description (u64 little-endian header length, JSON, then
+data).
 """
 
 from __future__ import annotations

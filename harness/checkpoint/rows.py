@@ -85,15 +85,14 @@ class RowTable:
         at = np.searchsorted(self.ordered, wanted).clip(max=len(self.ordered) - 1)
         return np.asarray(self.ordered[at] == wanted)
 
-    def hits(self, wanted: Hashes) -> dict[str, tuple[int, int]]:
-        """Return for each source that has any of the wanted rows: rows hit, rows in all."""
-        hit = np.isin(self.hashes, wanted)
-        result = {}
-        for i, name in enumerate(self.sources):
-            part = hit[self.starts[i] : self.starts[i + 1]]
-            if part.any():
-                result[name] = (int(part.sum()), len(part))
-        return result
+    def positions(self, wanted: Hashes) -> Ints:
+        """Return the positions in `hashes` of every row that is wanted, equal rows included."""
+        unique = np.unique(wanted)
+        low = np.searchsorted(self.ordered, unique, side="left")
+        high = np.searchsorted(self.ordered, unique, side="right")
+        several = [self.order[a:b] for a, b in zip(low, high, strict=True) if b - a > 1]
+        single = self.order[low[high - low == 1]]
+        return np.concatenate([single, *several]) if several else single
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
