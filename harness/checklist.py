@@ -1,4 +1,4 @@
-"""`checklists/*.toml` -> criteria, questions, practices and waivers. Knows files and words; must not know measurements."""
+"""`checklists/*.toml` -> criteria, questions, practices, waivers. Knows files and words, not measurements."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _stage(path: Path, data: Mapping[str, Any], name: str) -> _Stage:
-    stage = _checked(_Stage, path, data)
+    stage: _Stage = _checked(_Stage, path, data)
     if stage.stage != name:
         raise ChecklistError(f"expected stage = {name!r} in {path}, found {stage.stage!r}")
     for c in stage.criteria:
@@ -172,7 +172,7 @@ def _stage(path: Path, data: Mapping[str, Any], name: str) -> _Stage:
     return stage
 
 
-def _checked(model: type[Any], path: Path, data: Mapping[str, Any]) -> Any:
+def _checked(model: type[_Model], path: Path, data: Mapping[str, Any]) -> Any:
     """Validate a file; the message names the file, the entry and the nearest valid key."""
     try:
         return model.model_validate(data)
@@ -194,8 +194,8 @@ def _place(data: Any, loc: Sequence[Any]) -> str:
     return ""
 
 
-def _keys(model: type[Any], loc: Sequence[Any]) -> list[str]:
-    inner = {"criteria": _Criterion, "practices": _Practice, "waivers": _Waiver}
+def _keys(model: type[_Model], loc: Sequence[Any]) -> list[str]:
+    inner: dict[str, type[_Model]] = {"criteria": _Criterion, "practices": _Practice, "waivers": _Waiver}
     return list((inner.get(str(loc[0]), model) if len(loc) > 1 else model).model_fields)
 
 

@@ -69,7 +69,7 @@ def _glob(text: str, globs: str) -> bool:
 
 
 def failing(criterion: Criterion, measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Return the measurements that break a criterion, first in execution order first, deepest unit first among equals."""
+    """Return what breaks a criterion, in execution order, the deepest unit first among equals."""
     broken = [m for m in measurements if covers(criterion, m) and status_of(criterion, m) is not Status.PASSED]
     return sorted(broken, key=lambda m: (m.order, -int(m.where.get("tap_level", 0))))
 

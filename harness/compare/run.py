@@ -25,7 +25,7 @@ _MANDATORY = re.compile(r"layers\.\d+|vision\.blocks\.\d+|vision\.merger|embed|m
 
 
 def is_mandatory(tap: Tap) -> bool:
-    """Say whether a port must show a tap, unless its scope declares it unobservable: layer outputs, decisions, logits."""
+    """Say whether a port must show a tap (layer outputs, decisions, logits), unless its scope says it cannot."""
     return tap.kind in DECISION_KINDS or _MANDATORY.fullmatch(tap.name) is not None
 
 
@@ -168,9 +168,9 @@ def _without_signal(
         return _problem(
             scene, tap, "error", "the floor's value is not finite: the reference overflows in this precision"
         )
-    if not expected.any() and not any(f.any() for f in floors) and bool(actual.isnan().any() | actual.any()):
-        if bool(torch.isfinite(actual).all()):
-            return _problem(scene, tap, "no_signal", "the expected value is zero everywhere, the port's is not")
+    zero = not expected.any() and not any(f.any() for f in floors)
+    if zero and actual.any() and torch.isfinite(actual).all():
+        return _problem(scene, tap, "no_signal", "the expected value is zero everywhere, the port's is not")
     return None
 
 
@@ -184,10 +184,11 @@ def _logits(scene: Scene, views: Views) -> list[Measurement]:
     n = int(expected.shape[0])
     floor_top1 = min((top1_agreement(actual=f, expected=expected) for f in floors), default=1.0)
     ratio = float(kl.mean() / floor_kl)
+    top1 = top1_agreement(actual=actual, expected=expected)
     return [
         _number(scene, views.tap, "logits_kl_ratio", ratio, n, token=int(kl.argmax())),
         _number(scene, views.tap, "kl_nats_per_token", float(kl.mean()), n, floor=float(floor_kl)),
-        _number(scene, views.tap, "top1_agreement", top1_agreement(actual=actual, expected=expected), n, floor=floor_top1),
+        _number(scene, views.tap, "top1_agreement", top1, n, floor=floor_top1),
     ]  # fmt: skip
 
 
@@ -260,7 +261,8 @@ def _lost(
         return [measured(stage, run, m, None, subject="*", problem="error", detail=detail) for m in metrics]
     return [
         measured(
-            stage, run, _promised(run, tap), None, subject=name, order=place, kind=tap.kind, problem="error", detail=detail
+            stage, run, _promised(run, tap), None, subject=name, order=place, kind=tap.kind, problem="error",
+            detail=detail,
         )
         for place, (name, tap) in enumerate(oracle.taps.items())
         if is_mandatory(tap) and _isolated(run, tap) and not _unobservable(name, scope)

@@ -1,4 +1,4 @@
-"""Error ratios of one tap: whole, by token, position, head and channel. Knows metrics; must not know decisions or limits."""
+"""Error ratios of one tap: whole, by token, position, head, channel. Knows metrics, neither decisions nor limits."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ PADDING = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sets:
-    """Selections as membership. Shapes: member [R, N] bool; `strays` [R] counts ids outside 0..N-1, padding excluded."""
+    """Selections as membership. Shapes: member [R, N] bool; `strays` [R] counts ids outside 0..N-1 but padding."""
 
     member: Tensor
     strays: Tensor
@@ -34,7 +34,7 @@ def as_sets(ids: Tensor, *, candidates: int) -> Sets:
 
 
 def valid_candidates(scores: Tensor) -> Tensor:
-    """Say which candidates may be chosen: scores neither NaN nor masked with -inf or the dtype's most negative values."""
+    """Say which candidates may be chosen: scores neither NaN nor masked (-inf, or near the dtype's least value)."""
     return torch.isfinite(scores) & (scores > torch.finfo(scores.dtype).min / 2)
 
 

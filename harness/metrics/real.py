@@ -1,4 +1,4 @@
-"""Real-valued metrics. Knows tensors only, accumulates in float64, propagates NaN; must not know taps, traces or limits."""
+"""Real-valued metrics. Knows tensors only, accumulates in float64, propagates NaN; must not know taps or limits."""
 
 from __future__ import annotations
 

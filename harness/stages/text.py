@@ -1,0 +1,126 @@
+"""The text stage: layers in isolation and together, phases, greedy tokens, the observer. Must not know limits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from harness.cases import seeded_ids, text_case
+from harness.compare.subject import measured
+from harness.metrics.distributions import greedy_margin_z
+from harness.metrics.real import max_abs_error
+from harness.stages import StageContext, StageView
+from harness.stages.replays import free_and_replays, measure_runs, phase, spans_of
+from harness.types import Case, Failure, Measurement, Run, Trace
+
+NAME = "text"
+NEEDS: tuple[str, ...] = ("text",)
+LENGTH, LONG = 61, 211
+"""Prompt lengths in tokens: primes, so that no chunk, page or tile ends with them."""
+DECODE_STEPS = 32
+"""Single steps that are pooled. Source: fewer than 16 honestly reach a ratio of 2."""
+
+
+def plan(context: StageContext) -> list[Run]:
+    """Plan the runs of one seeded prompt (and of a longer one in the full profile)."""
+    case = text_case(context.info, _fit(context, LENGTH), seed=1)
+    runs = _one_case(context, case, "")
+    if context.full and _fit(context, LONG) > LENGTH:
+        runs += _one_case(context, text_case(context.info, _fit(context, LONG), seed=2), "-long")
+    runs += [
+        Run(id=f"text/{name}", stage=NAME, kind="forward", case=case, observe=False) for name in ("plain", "plain2")
+    ]
+    runs.append(Run(id="text/generate", stage=NAME, kind="generate", case=_shorter(context, case), observe=True))
+    return runs
+
+
+def _fit(context: StageContext, length: int) -> int:
+    return min(length, context.scope.max_length_tokens, context.info.max_length_tokens)
+
+
+def _shorter(context: StageContext, case: Case) -> Case:
+    """Return a prompt that leaves room for what is generated."""
+    room = _fit(context, LENGTH + case.max_new_tokens) - case.max_new_tokens
+    return text_case(context.info, max(1, min(23, room)), seed=3, max_new_tokens=case.max_new_tokens)
+
+
+def _one_case(context: StageContext, case: Case, suffix: str) -> list[Run]:
+    runs = free_and_replays(context, NAME, case, suffix=suffix)
+    length = len(case.token_ids or ())
+    if "phases" in context.capabilities and length >= 8:
+        first = max(1, length - DECODE_STEPS)
+        other = seeded_ids(context.info, max(2, length // 2 + 6), seed=77)
+        steps = [(0, first), *((i, i + 1) for i in range(first, length))]
+        chunks = spans_of(length, [length * 2 // 5, length * 2 // 3])
+        again = spans_of(length, [length * 2 // 7])
+        runs += [
+            phase(context, NAME, "chunked", case, chunks, suffix=suffix),
+            phase(context, NAME, "decode", case, steps, suffix=suffix, compare_from=first),
+            phase(context, NAME, "second", case, again, suffix=suffix, before=other),
+        ]
+    return runs
+
+
+def measure(view: StageView) -> list[Measurement]:
+    """Compare every run with the oracle, then greedy tokens, then runs with and without taps."""
+    found = measure_runs(view, NAME, view.runs)
+    for run in view.runs:
+        if run.kind == "generate":
+            found.append(_greedy(view, run))
+    return [*found, _observer(view)]
+
+
+def _greedy(view: StageView, run: Run) -> Measurement:
+    """Weigh the first differing greedy token by the logit error of the floor on the oracle's own text."""
+    oracle, accel, floor = (view.trace(role, run.id) for role in ("oracle", "accel", "floor"))
+    for who, trace in (("the oracle", oracle), ("the port", accel)):
+        if not isinstance(trace, Trace) or "token_ids" not in trace.facts:
+            return _lost(run, "greedy_margin_z", who, trace)
+    assert isinstance(oracle, Trace)
+    assert isinstance(accel, Trace)
+    if "logits" not in oracle.tensors:
+        return _lost(run, "greedy_margin_z", "the oracle's logits", None)
+    expected, actual = [int(i) for i in oracle.facts["token_ids"]], [int(i) for i in accel.facts["token_ids"]]
+    logits = _matrix(oracle.tensors["logits"])
+    start = logits.shape[0] - len(expected) - 1
+    other = _matrix(floor.tensors["logits"]) if isinstance(floor, Trace) and "logits" in floor.tensors else None
+    rounding = logits.to(getattr(torch, view.context.dtype))
+    error = (other if other is not None and other.shape == logits.shape else rounding).double() - logits.double()
+    z, place = greedy_margin_z(
+        actual=actual, expected=expected, logits=logits[start:], uncertainty=float(error.square().mean().sqrt())
+    )
+    detail = {"expected": expected, "actual": actual, "agreeing_tokens": place}
+    return measured(
+        NAME, run, "greedy_margin_z", z, subject="logits", order=1 << 20, n=len(expected), where={"step": place},
+        detail=detail,
+    )  # fmt: skip
+
+
+def _observer(view: StageView) -> Measurement:
+    """Count logits that taps changed, beyond what two runs without taps differ by."""
+    ids = ("text/free", "text/plain", "text/plain2")
+    run = next(r for r in view.runs if r.id == "text/plain")
+    traces = [view.trace("accel", i) for i in ids]
+    logits = []
+    for name, trace in zip(ids, traces, strict=True):
+        if not isinstance(trace, Trace) or "logits" not in trace.tensors:
+            return _lost(run, "taps_change_logits", name, trace)
+        logits.append(_matrix(trace.tensors["logits"]))
+    seen, plain, again = logits
+    if not seen.shape == plain.shape == again.shape:
+        return _lost(run, "taps_change_logits", "logits of one shape with and without taps", None)
+    spread = max_abs_error(actual=again, expected=plain)
+    changed = int(((seen.double() - plain.double()).abs() > spread).sum()) if spread == spread else plain.numel()
+    return measured(
+        NAME, run, "taps_change_logits", changed, subject="logits", order=1 << 20, n=plain.numel(),
+        detail={"spread": spread},
+    )  # fmt: skip
+
+
+def _matrix(logits: Tensor) -> Tensor:
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def _lost(run: Run, metric: str, who: str, trace: Trace | Failure | None) -> Measurement:
+    why = f"{trace.kind}: {trace.message}" if isinstance(trace, Failure) else "not recorded"
+    return measured(NAME, run, metric, None, subject="logits", problem="error", detail={"message": f"{who}: {why}"})
