@@ -6,6 +6,8 @@ limits, files or how traces are stored.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,7 +233,7 @@ class TraceRecorder:
         self.notes: dict[str, str] = {}
         self._parts: dict[str, list[Tensor]] = {}
         self._pinned: set[str] = set()
-        self._handed: dict[int, Tensor] = {}
+        self._handed: dict[int, tuple[Tensor, int]] = {}
 
     def span(self, start: int, stop: int) -> None:
         """Say which tokens of the request the next calls belong to."""
@@ -250,16 +252,35 @@ class TraceRecorder:
         pinned = self.pins.value(tap, kind, self.start, self.stop) if self.pins is not None else None
         result = tensor
         if pinned is not None:
-            if pinned.numel() != tensor.numel():
+            fitted = _fitted(pinned, tensor, self.pins.taps[tap].dims if self.pins is not None else (), kind, self.stop)
+            if fitted is None:
                 self.notes[tap] = f"not replayed: {tuple(tensor.shape)} here, {tuple(pinned.shape)} in the reference"
             else:
-                result = pinned.reshape(tensor.shape).to(device=tensor.device, dtype=tensor.dtype)
+                result = fitted.to(device=tensor.device, dtype=tensor.dtype, copy=True)  # a port may write into it
                 self._pinned.add(tap)
-        self._handed[id(result)] = result
+        elif self.pins is not None and kind in tapnames.DECISION_KINDS:
+            result = self._in_reference_order(tap, tensor, kind)
+        self._handed[id(result)] = (result, _version(result))
         return result
 
+    def _in_reference_order(self, tap: str, tensor: Tensor, kind: str) -> Tensor:
+        """Where the port chose the same set as the reference, list it in the reference's order.
+
+        The order inside a set decides nothing, but values that follow it (routing weights) are replayed in that order.
+        """
+        assert self.pins is not None
+        source = dataclasses.replace(self.pins, decisions=True).value(tap, kind, self.start, self.stop)
+        fitted = None if source is None else _fitted(source, tensor, self.pins.taps[tap].dims, kind, self.stop)
+        if fitted is None or fitted.dim() == 0:
+            return tensor
+        fitted = fitted.to(device=tensor.device, dtype=tensor.dtype)
+        same = (fitted.sort(-1).values == tensor.sort(-1).values).all(-1, keepdim=True)
+        moved = same & (fitted != tensor)
+        return torch.where(moved, fitted, tensor) if bool(moved.any()) else tensor
+
     def _is_handed(self, tensor: Tensor) -> bool:
-        return self._handed.get(id(tensor)) is tensor
+        handed, version = self._handed.get(id(tensor), (None, 0))
+        return handed is tensor and version == _version(tensor)
 
     def _store(self, tap: str, tensor: Tensor, kind: str, dims: str) -> None:
         if tap not in self.taps:
@@ -274,7 +295,7 @@ class TraceRecorder:
         if self.pins is not None and tap in self.pins.taps and len(self.pins.taps[tap].dims) == tensor.dim():
             return self.pins.taps[tap].dims
         names, count = [f"axis{i}" for i in range(tensor.dim())], self.stop - self.start
-        order = [1, 0, 2, 3] if tensor.dim() >= 3 and tensor.shape[0] == 1 else [0, 1, 2, 3]
+        order = [1, 2, 3, 0] if tensor.dim() >= 3 and tensor.shape[0] == 1 else [0, 1, 2, 3]
         axis = next((a for a in order if a < tensor.dim() and tensor.shape[a] == count), None)
         if axis is None or count == 0 or (tap.startswith("vision.") or "pixel" in tap or "grid" in tap):
             return tuple(names)
@@ -282,9 +303,10 @@ class TraceRecorder:
         if axis >= 1 and tensor.shape[0] == 1:
             names[0] = "batch"
         if names[-1].startswith("axis"):
-            names[-1] = "feature"
-        if axis == 2 and tensor.dim() == 4:
-            names[1] = "head"
+            square = tensor.shape[-1] == count > 1 and self.start == 0 and axis == tensor.dim() - 2
+            names[-1] = "key" if square else "feature"
+        if tensor.dim() == 4 and axis in (1, 2) and ".attn" in tap:
+            names[3 - axis] = "head"
         return tuple(names)
 
     @property
@@ -301,6 +323,53 @@ class TraceRecorder:
         """Return the recorded tensors, spans joined along the token axis. Shapes as in the port."""
         joined = {}
         for name, parts in self._parts.items():
-            dims = self.taps[name].dims
-            joined[name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=dims.index("token"))
+            tap = self.taps[name]
+            joined[name] = parts[0] if len(parts) == 1 else _joined(parts, tap.dims, tap.kind)
         return joined
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written into, where autograd counts it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _fitted(pinned: Tensor, tensor: Tensor, dims: tuple[str, ...], kind: str, stop: int) -> Tensor | None:
+    """Bring a pinned value to the shape at hand, or return None where it cannot stand for it.
+
+    Along a `key` axis the port holds the last keys before the end of the call. A set of choices that is shorter here
+    drops padding (-1) only.
+    """
+    if pinned.numel() == tensor.numel():
+        return pinned.reshape(tensor.shape)
+    if pinned.dim() != tensor.dim():
+        return None
+    if kind in tapnames.DECISION_KINDS and pinned.shape[:-1] == tensor.shape[:-1]:
+        size = tensor.shape[-1]
+        if pinned.shape[-1] < size:
+            return torch.nn.functional.pad(pinned, (0, size - pinned.shape[-1]), value=-1)
+        kept = pinned.gather(-1, (pinned < 0).int().argsort(dim=-1, stable=True))
+        return kept[..., :size] if bool((kept[..., size:] < 0).all()) else None
+    keys = pinned.shape[-1] >= stop >= tensor.shape[-1]
+    if dims[-1:] == ("key",) and pinned.shape[:-1] == tensor.shape[:-1] and keys:
+        return pinned[..., stop - tensor.shape[-1] : stop]
+    return None
+
+
+def _joined(parts: Sequence[Tensor], dims: tuple[str, ...], kind: str) -> Tensor:
+    """Join the parts of consecutive spans along the token axis; a last axis that grows with them is padded.
+
+    Scores are padded with -inf and choices with -1 at the end. Along a `key` axis part i holds the keys before its end,
+    and what lies outside is 0.
+    """
+    axis, last = dims.index("token"), parts[0].dim() - 1
+    if axis == last or len({p.shape[-1] for p in parts}) == 1:
+        return torch.cat(list(parts), dim=axis)
+    stops = list(itertools.accumulate(p.shape[axis] for p in parts))
+    wide = stops[-1] if dims[last] == "key" and kind not in ("scores", *tapnames.DECISION_KINDS) else 0
+    wide = max(wide, *(p.shape[-1] for p in parts))
+    fill = float("-inf") if kind == "scores" else -1 if kind in tapnames.DECISION_KINDS else 0
+    placed = []
+    for part, stop in zip(parts, stops, strict=True):
+        before = max(0, stop - part.shape[-1]) if fill == 0 and dims[last] == "key" else 0
+        placed.append(torch.nn.functional.pad(part, (before, wide - before - part.shape[-1]), value=fill))
+    return torch.cat(placed, dim=axis)

@@ -1,7 +1,8 @@
 """Names of places. Knows the grammar of tap names, their kinds and levels; must not know tensors or modules.
 
-Grammar. A tap is named by the canonical path of the unit whose output it is; `PATH.in` is the unit's input as computed
-(`PATH.in.NAME` where a unit takes several). The tree is the same for every architecture:
+Grammar. A tap is named by the canonical path of the unit whose output it is (`PATH.out.N` a further output); `PATH.in`
+is the unit's input as computed (`PATH.in.NAME`, `PATH.in.NAME.0` a further one). The tree is the same for every
+architecture:
 
     inputs.token_ids inputs.position_ids inputs.pixel_values inputs.image_grid   exact inputs
     embed                                                               token embedding             level 1
@@ -32,14 +33,24 @@ EXACT_KINDS = frozenset({"input", "mask"})
 _CONTAINER = re.compile(r"^(layers|vision\.blocks|[\w.]*?\.?(?:blocks|layers|h))\.(\d+)")
 
 
+_INPUT = re.compile(r"\.in(\.\w+(\.\d+)?)?$")
+_OUTPUT = re.compile(r"\.out\.\d+$")
+_CHOICE = re.compile(r"(top_?k|rout\w*|select\w*|expert)_\w*(ind|idx|ids|experts)|^(selected_experts|expert_ids)")
+
+
 def unit_of(tap: str) -> str:
-    """Return the unit that produced a tap: `layers.3.attn.in.mask` -> `layers.3.attn`."""
-    return re.sub(r"\.in(\.\w+)?$", "", tap)
+    """Return the unit that produced a tap: `layers.3.attn.in.mask` and `layers.3.attn.out.1` -> `layers.3.attn`."""
+    return _OUTPUT.sub("", _INPUT.sub("", tap))
 
 
 def is_input(tap: str) -> bool:
     """Say whether a tap is a unit's input as computed (it measures the glue in front of the unit)."""
-    return unit_of(tap) != tap
+    return _INPUT.search(tap) is not None
+
+
+def is_choice(argument: str) -> bool:
+    """Say whether an integer argument of this name is a decision made elsewhere (`top_k_index`, `router_indices`)."""
+    return _CHOICE.search(argument) is not None
 
 
 def level_of(tap: str) -> int:
@@ -66,8 +77,8 @@ def kind_of(tap: str) -> str:
         return "logits"
     if tap.endswith(".scores"):
         return "scores"
-    if re.search(r"\.topk(\.\d+)?$", tap):
-        return "selection" if "indexer" in tap or ".attn" in tap else "routing"
+    if re.search(r"\.topk(\.\d+)?$", tap) or (is_input(tap) and is_choice(tap.rsplit(".in.", 1)[-1])):
+        return "routing" if re.search(r"\.(moe|mlp|router|experts)(\.|$)", tap) else "selection"
     if re.search(r"(^|\.)(mask|attention_mask)$", tap):
         return "mask"
     if re.search(r"(^|\.)(state|conv_state|initial_state)$", tap):

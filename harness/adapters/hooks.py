@@ -1,0 +1,286 @@
+"""Taps of a foreign module by hooks, its decisions by intercepting top-k. Knows torch; must not know model classes.
+
+A unit's first floating argument is `UNIT.in`, further ones `UNIT.in.NAME`; its first floating result is `UNIT`, further
+ones `UNIT.out.N`. Arguments are bound by name, so keyword and positional calls give the same taps. Masks, positions and
+caches are neither recorded nor overwritten: every implementation writes them differently.
+
+An argument that is a value handed out before, at most cast or reshaped since, says nothing new and is not a tap:
+whether a cast makes a new tensor depends on the precision, and the set of taps must not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from harness import taps as tapnames
+from harness.adapter import Recorder
+from harness.adapters.structure import Structure
+
+_NOT_VALUES = re.compile(r"mask|cache|past|position_ids|cu_seqlens|seq_?len|seq_idx|grid|labels", re.IGNORECASE)
+_CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as", "detach", "clone", "contiguous"})
+_VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "__getitem__"})
+_TOPK = (torch.topk, Tensor.topk)
+
+
+class Taps:
+    """Hooks on the units of a module, asleep unless a recorder is listening."""
+
+    def __init__(self, module: nn.Module, structure: Structure, *, observable: Callable[[str], bool]) -> None:
+        self.structure = structure
+        self.tokens = 0
+        self._named = frozenset(structure.names.values())
+        self.record: Recorder | None = None
+        self._stack: list[str] = []
+        self._calls: dict[str, int] = {}
+        self._known: dict[int, tuple[Tensor, int]] = {}
+        self._head: Tensor | None = None
+        self._signatures: dict[str, tuple[str, ...]] = {}
+        self._handles: list[RemovableHandle] = []
+        modules = dict(module.named_modules())
+        for path, name in structure.names.items():
+            if observable(name):
+                self._attach(path, name, modules[path])
+        if structure.backbone:
+            hook = modules[structure.backbone].register_forward_pre_hook(self._before_backbone, with_kwargs=True)
+            self._handles.append(hook)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def listening(self, record: Recorder, *, tokens: int, decisions: bool) -> Iterator[None]:
+        """Give every unit's values to a recorder while the module runs over `tokens` tokens."""
+        self.record, self.tokens = record, tokens
+        try:
+            with _Watch(self) if decisions else _nothing():
+                yield
+        finally:
+            self.record, self._head = None, None
+            self._stack.clear()
+            self._calls.clear()
+            self._known.clear()
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """Record the final logits; those of the output matrix too, where something came after it."""
+        assert self.record is not None
+        head = self._head
+        if head is not None and (head.shape != logits.shape or not torch.equal(head.double(), logits.double())):
+            self.record("lm_head", head, kind="logits")
+        return self.record("logits", logits, dims="batch token vocab")
+
+    def known(self, tensor: Tensor) -> bool:
+        """Say whether a tensor is a value handed out before, at most cast or reshaped, and not written into since."""
+        found, version = self._known.get(id(tensor), (None, 0))
+        return found is tensor and version == tensor._version
+
+    def learn(self, tensor: Tensor) -> Tensor:
+        """Remember a value that was handed out."""
+        self._known[id(tensor)] = (tensor, tensor._version)
+        return tensor
+
+    def unit(self) -> str:
+        """Return the innermost unit that is running."""
+        return self._stack[-1] if self._stack else ""
+
+    def _attach(self, path: str, name: str, module: nn.Module) -> None:
+        self._signatures[name] = _argument_names(module)
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+            return self._before(name, path, args, kwargs) if self.record is not None else None
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return self._after(name, output) if self.record is not None else None
+
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after))
+
+    def _before_backbone(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        embedded = kwargs.get("inputs_embeds")
+        if self.record is None or not isinstance(embedded, Tensor) or self.known(embedded):
+            return None
+        return args, {**kwargs, "inputs_embeds": self.learn(self.record("merged", embedded))}
+
+    def _before(self, name: str, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        count = self._calls[name] = self._calls.get(name, 0) + 1
+        self._stack.append(name if count == 1 else f"{name}.call{count - 1}")
+        given = [*args], dict(kwargs)
+        first = True
+        for where, key, argument in _in_order(self._signatures[name], args, kwargs):
+            core = first and path in self.structure.cores
+            label = "" if first else f".{argument}"
+            new, found = self._arguments(given[where][key], argument, label, core=core)
+            given[where][key] = new
+            first = first and not found
+        return tuple(given[0]), given[1]
+
+    def _arguments(self, value: Any, argument: str, label: str, *, core: bool) -> tuple[Any, bool]:
+        """Record one argument (a tensor, or a tuple of them); return what goes on, and whether it held values."""
+        if _NOT_VALUES.search(argument):
+            return value, False
+        unit = self._stack[-1]
+        if isinstance(value, tuple) and value and all(isinstance(v, Tensor) for v in value):
+            parts = [self._value(f"{unit}.in.{argument}.{i}", v) for i, v in enumerate(value)]
+            return tuple(parts), False
+        if not isinstance(value, Tensor):
+            return value, False
+        if not value.is_floating_point():
+            chosen = value.dtype in (torch.int32, torch.int64) and tapnames.is_choice(argument)
+            return (self._value(f"{unit}.in.{argument}", value) if chosen else value), False
+        if core and unit in self._named:
+            return self._value(f"{unit.rpartition('.')[0]}.core", value), True
+        return self._value(f"{unit}.in{label}", value), True
+
+    def _value(self, tap: str, value: Tensor) -> Tensor:
+        if value.numel() == 0 or self.known(value) or not (value.is_floating_point() or value.dim()):
+            return value
+        assert self.record is not None
+        return self.learn(self.record(tap, value))
+
+    def _after(self, name: str, output: Any) -> Any:
+        unit = self._stack.pop()
+        if name == "lm_head":
+            self._head = output if isinstance(output, Tensor) else None
+            return output
+        position = 0
+
+        def replaced(value: Any) -> Any:
+            nonlocal position
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
+                return value
+            tap = unit if position == 0 else f"{unit}.out.{position}"
+            position += 1
+            if position > 1 and self._is_attention_map(value):
+                return value  # an implementation may not have it at all
+            assert self.record is not None
+            return self.learn(self.record(tap, value))
+
+        return _mapped(output, replaced)
+
+    def _is_attention_map(self, value: Tensor) -> bool:
+        """Say whether a further result looks like attention weights: [batch, head, query, key]."""
+        return value.dim() == 4 and value.shape[2] == self.tokens <= value.shape[3] and value.shape[1] != self.tokens
+
+    def decision(self, scores: Tensor, result: Any, dim: int, size: int) -> Any:
+        """Record a top-k inside the running unit; return the recorder's choice with the scores at hand."""
+        unit = self.unit()
+        routing = re.search(r"\.(moe|mlp|router)(\.|$)", unit) is not None
+        if not unit or ".experts" in unit or (routing and size >= scores.shape[dim]):
+            return result
+        assert self.record is not None
+        count = self._calls[f"{unit}.topk"] = self._calls.get(f"{unit}.topk", 0) + 1
+        tap = f"{unit}.topk" if count == 1 else f"{unit}.topk.{count - 1}"
+        indices = result[1]
+        lead = _lead(scores, routing)
+        seen = scores.masked_fill(scores <= torch.finfo(scores.dtype).min / 2, float("-inf"))
+        void = seen.gather(-1, indices) == float("-inf")
+        self.record(f"{tap}.scores", seen, dims=f"{lead} {'expert' if routing else 'key'}", kind="scores")
+        own = indices.masked_fill(void, -1)
+        kind = "routing" if routing else "selection"
+        chosen = self.record(tap, own, dims=f"{lead} choice", kind=kind)
+        if chosen is own:
+            self.learn(indices)
+            return result
+        chosen = torch.where(chosen < 0, seen.argmin(-1, keepdim=True), chosen).to(indices.dtype)
+        return type(result)((self.learn(scores.gather(-1, chosen)), self.learn(chosen)))
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every torch call: follows values through casts and reshapes, and intercepts top-k."""
+
+    def __init__(self, taps: Taps) -> None:
+        super().__init__()
+        self.taps = taps
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        taps = self.taps
+        if func in _TOPK:
+            scores = args[0] if args else kwargs["input"]
+            size = args[1] if len(args) > 1 else kwargs["k"]
+            dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+            largest = args[3] if len(args) > 3 else kwargs.get("largest", True)
+            last = dim in (-1, scores.dim() - 1)
+            if last and largest and scores.is_floating_point() and "out" not in kwargs:
+                return taps.decision(scores, result, -1, size)
+        elif getattr(func, "__name__", "") in _CASTS | _VIEWS and isinstance(result, Tensor) and args:
+            source = args[0]
+            follows = result is not source and isinstance(source, Tensor) and source.numel() == result.numel()
+            sliced = func is Tensor.__getitem__  # all of it, or a rearrangement of its rows?
+            if follows and taps.known(source) and not (sliced and source.data_ptr() != result.data_ptr()):
+                taps.learn(result)
+        return result
+
+
+class Float64Islands(TorchFunctionMode):
+    """Raises what a model computes in float32 on purpose (norms, softmax, routers) to float64, for a float64 oracle."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch call with float64 wherever it says float32."""
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _argument_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's arguments in order; further positional ones are called `arg1`, ..."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(module.forward).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def _in_order(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[tuple[int, int | str, str]]:
+    """Return (positional or keyword, place, name) of the given arguments in the order of the signature."""
+    found: list[tuple[int, int | str, str]] = []
+    for i in range(len(args)):
+        found.append((0, i, names[i] if i < len(names) else f"arg{i}"))
+    keywords = sorted(kwargs, key=lambda k: names.index(k) if k in names else len(names))
+    return found + [(1, k, k) for k in keywords]
+
+
+def _lead(scores: Tensor, routing: bool) -> str:
+    """Name the axes before the last one of scores: [T, E], [B, T, K], [T, group, E]."""
+    if scores.dim() == 1:
+        return ""
+    if scores.dim() == 2:
+        return "token"
+    if scores.dim() == 3:
+        return "token group" if routing and scores.shape[0] != 1 else "batch token"
+    return " ".join(["batch", "token", *(f"axis{i}" for i in range(2, scores.dim() - 1))])
+
+
+def _mapped(value: Any, replaced: Callable[[Any], Any]) -> Any:
+    """Apply a function to the tensors of a result: a tensor, a (named) tuple, a list, a mapping or a record of them."""
+    if isinstance(value, Tensor):
+        return replaced(value)
+    if isinstance(value, tuple):
+        parts = [replaced(v) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, list):
+        return [replaced(v) for v in value]
+    if isinstance(value, dict):
+        for key in list(value):
+            new = replaced(value[key])
+            if new is not value[key]:
+                value[key] = new
+    return value

@@ -1,0 +1,389 @@
+"""Any torch.nn.Module that is called like a transformers model, as an adapter. Knows its arguments, not its class.
+
+Called as `module(input_ids=, position_ids=, cache= or past_key_values=, use_cache=)` with what its signature takes, and
+gives `.logits`. A module that takes token ids only works too: whole prefills, no phases.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.adapter import Inputs, Recorder, TokenIds, Weight, silent
+from harness.adapters.hooks import Float64Islands, Taps
+from harness.adapters.images import Pictures, PixelFormat, find_layout, pictures, pixel_format, placed
+from harness.adapters.structure import Structure, discover
+from harness.adapters.text import TextFrontEnd, end_ids
+from harness.cases import ModelInfo, read_model_info
+from harness.errors import PortError, SpecError, nearest
+from harness.types import Case, Facts, Scope, Setup
+
+_CACHES = ("cache", "past_key_values")
+_COMPILED = "inside a compiled region"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A module with its weights, what loading observed, and how its weights are called in the checkpoint."""
+
+    module: nn.Module
+    facts: Facts = field(default_factory=dict)
+    weights: Callable[[], Iterator[Weight]] | None = None
+
+
+class ModuleAdapter:
+    """A port that is an nn.Module, or a function that loads one. Scope is read from the checkpoint's configuration.
+
+    Options of the setup: `compile` (a torch.compile backend; each layer is compiled alone, so that layers stay
+    observable), and for a function whatever it takes (`options` names them).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | Callable[[Path, Setup], Loaded],
+        checkpoint: Path,
+        setup: Setup,
+        *,
+        name: str = "module",
+        options: Sequence[str] | None = None,
+    ) -> None:
+        for key in setup.options:
+            if options is not None and key not in (*options, "compile"):
+                raise SpecError(f"unknown option {key!r} for {name}{nearest(key, [*options, 'compile'])}")
+        self.name, self.checkpoint, self.setup = name, checkpoint, setup
+        self.info = read_model_info(checkpoint)
+        self._source = module
+        self._loaded: Loaded | None = None
+        arguments = _arguments(module) if isinstance(module, nn.Module) else None
+        self.scope = _scope(self.info, arguments, setup)
+        self._text = TextFrontEnd(checkpoint)
+        self._slots: dict[int, Any] = {}
+        self.module_paths: dict[str, str] = {}
+
+    # --- Adapter ---
+
+    def load(self, checkpoint: Path, setup: Setup) -> Facts:
+        """Load the module, find its parts and hang its taps. Facts: `load_s`, `resident_bytes`, the loader's own."""
+        begin = time.perf_counter()
+        source = self._source
+        self._loaded = Loaded(module=source) if isinstance(source, nn.Module) else source(checkpoint, setup)
+        module = self._loaded.module
+        module.eval().requires_grad_(False)
+        self.structure = discover(module)
+        self._arguments = _arguments(module)
+        self._cache_name = next((n for n in _CACHES if n in self._arguments.named), "")
+        compiled = setup.options.get("compile", "")
+        if compiled:
+            _compile_layers(module, self.structure, compiled)
+        observable = _layers_only if compiled else (lambda _: True)
+        self._taps = Taps(module, self.structure, observable=observable)
+        self._decisions = not compiled
+        self.module_paths = {name: path for path, name in self.structure.names.items()}
+        self._pixels = self._pixel_format() if self.scope.image else None
+        held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters()}
+        return {"load_s": time.perf_counter() - begin, "resident_bytes": sum(held.values()), **self._loaded.facts}
+
+    def prepare(self, case: Case, record: Recorder) -> Inputs:
+        """Turn a case into ids, positions and pixels."""
+        extras: dict[str, Tensor] = {}
+        if case.images:
+            ids, extras = self._with_pictures(case)
+        elif case.token_ids is not None:
+            ids = list(case.token_ids)
+        elif case.messages is not None:
+            ids = self._text.encode(self._text.render(case.messages), special=False)
+        else:
+            ids = self._text.encode(case.prompt or "")
+        if not ids:
+            raise PortError(f"expected at least one token in case {case.id}, found none")
+        token_ids = torch.tensor([ids], dtype=torch.int64, device=self.setup.device)
+        positions = self._positions(token_ids, extras)
+        record("inputs.token_ids", token_ids, dims="batch token")
+        record("inputs.position_ids", positions, dims="batch token" if positions.dim() == 2 else "axis0 batch token")
+        if "pixel_values" in extras:
+            record("inputs.pixel_values", extras["pixel_values"])
+            record("inputs.image_grid", extras["image_grid_thw"])
+        return Inputs(token_ids=token_ids, position_ids=positions, extras=extras)
+
+    def forward(self, inputs: Inputs, record: Recorder) -> Tensor:
+        """Return the logits [1, T, V] of a whole prefill."""
+        logits, _ = self._call(inputs, 0, inputs.token_ids.shape[-1], None, record, keep=False)
+        return logits
+
+    def generate(self, inputs: Inputs, max_new_tokens: int, record: Recorder) -> TokenIds:
+        """Return at most `max_new_tokens` greedy ids; over a cache where the module has one."""
+        ending, ids = self.eos_ids(), inputs.token_ids
+        found: TokenIds = []
+        cached = "phases" not in self.scope.off
+        cache, start = None, 0
+        positions = inputs.position_ids
+        while len(found) < max_new_tokens:
+            span = Inputs(token_ids=ids, position_ids=positions, extras=inputs.extras)
+            logits, cache = self._call(span, start, ids.shape[-1], cache, silent, keep=cached)
+            start = ids.shape[-1] if cached else 0
+            found.append(int(logits[0, -1].argmax()))
+            if found[-1] in ending:
+                break
+            ids = torch.cat([ids, ids.new_tensor([[found[-1]]])], dim=1)
+            if positions is not None:
+                positions = torch.cat([positions, positions.amax(dim=(0, -1), keepdim=True).expand_as(
+                    positions[..., :1]) + 1], dim=-1)  # fmt: skip
+        return found
+
+    def close(self) -> None:
+        """Take the hooks off and let the module go."""
+        if self._loaded is not None:
+            self._taps.close()
+        self._loaded = None
+        self._slots.clear()
+
+    # --- phases ---
+
+    def open(self) -> int:
+        """Take the lowest free slot."""
+        slot = next(i for i in range(len(self._slots) + 1) if i not in self._slots)
+        self._slots[slot] = None
+        return slot
+
+    def step(self, slot: int, inputs: Inputs, start: int, stop: int, record: Recorder) -> Tensor:
+        """Process tokens [start, stop) after those in the slot; return their logits."""
+        if slot not in self._slots:
+            raise PortError(f"expected an open slot, found {slot}; open ones are {sorted(self._slots)}")
+        logits, self._slots[slot] = self._call(inputs, start, stop, self._slots[slot], record, keep=True)
+        return logits
+
+    def free(self, slot: int) -> None:
+        """Drop the slot's cache."""
+        self._slots.pop(slot, None)
+
+    # --- weights ---
+
+    def weights(self) -> Iterator[Weight]:
+        """Yield every parameter and persistent buffer once, under the checkpoint's names where they are known."""
+        loaded = self._ready()
+        if loaded.weights is not None:
+            yield from loaded.weights()
+            return
+        from harness.checkpoint import open_checkpoint
+
+        stored = open_checkpoint(self.checkpoint).tensors
+        for name, value in loaded.module.state_dict().items():
+            yield Weight(name=name, tensor=value, checkpoint=name if name in stored else "")
+
+    # --- chat ---
+
+    def encode(self, text: str) -> TokenIds:
+        """Tokenise plain text, special tokens added as the tokenizer says."""
+        return self._text.encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Turn token ids into text, special tokens skipped."""
+        return self._text.decode(token_ids)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Render a conversation with the chat template and the generation prompt."""
+        return self._text.render(messages)
+
+    def eos_ids(self) -> frozenset[int]:
+        """Return the ids that end a generation."""
+        return end_ids(self.checkpoint)
+
+    # --- inside ---
+
+    def _ready(self) -> Loaded:
+        if self._loaded is None:
+            raise PortError(f"{self.name}: expected load() before this call")
+        return self._loaded
+
+    def _call(
+        self, inputs: Inputs, start: int, stop: int, cache: Any, record: Recorder, *, keep: bool
+    ) -> tuple[Tensor, Any]:
+        """Run the module over tokens [start, stop); return their logits and the cache."""
+        module = self._ready().module
+        given: dict[str, Any] = {"input_ids": inputs.token_ids[:, start:stop]}
+        if inputs.position_ids is not None:
+            given["position_ids"] = inputs.position_ids[..., start:stop]
+        given |= _pictures_within(inputs.extras, start, stop)
+        if keep and self._cache_name:
+            given[self._cache_name] = cache
+        given["use_cache"] = keep
+        given = {k: v for k, v in given.items() if self._arguments.takes(k)}
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self.setup.dtype == "float64":
+                stack.enter_context(Float64Islands())
+            if record is not silent:
+                listening = self._taps.listening(record, tokens=stop - start, decisions=self._decisions)
+                stack.enter_context(listening)
+            output = module(**given)
+            logits = _logits(output)
+            if logits.dim() == 2:
+                logits = logits[None]
+            if record is not silent:
+                logits = self._taps.logits(logits)
+        if logits.shape[1] != stop - start:
+            raise PortError(
+                f"{self.name}: expected logits of {stop - start} tokens, found shape {tuple(logits.shape)}; "
+                "the module must return those of every position"
+            )
+        return logits, _cache_of(output) if keep else None
+
+    def _positions(self, token_ids: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
+        """Return positions 0..T-1, or the module's own for pictures [3, 1, T] where it has a function for them."""
+        owner = getattr(self._loaded.module, "model", None) if self._loaded is not None else None
+        function = getattr(owner, "get_rope_index", None)
+        if extras and callable(function):
+            known = set(inspect.signature(function).parameters)
+            given = {k: v for k, v in {"input_ids": token_ids, **extras}.items() if k in known}
+            return function(**given)[0].to(self.setup.device)  # type: ignore[no-any-return]
+        return torch.arange(token_ids.shape[-1], device=token_ids.device)[None]
+
+    def _with_pictures(self, case: Case) -> tuple[list[int], dict[str, Tensor]]:
+        self._ready()
+        if self._pixels is None:
+            raise PortError(f"{self.name}: case {case.id} has images, which are outside the scope: {self.scope.off}")
+        shown = pictures(case.images, self._pixels)
+        ids, spans = placed(case, shown.rows, self.info.config)
+        kinds = torch.zeros(1, len(ids), dtype=torch.int32)
+        for first, last in spans:
+            kinds[:, first:last] = 1
+        extras = {
+            "pixel_values": shown.pixels.to(getattr(torch, self.setup.dtype)),
+            "image_grid_thw": shown.grid,
+            "mm_token_type_ids": kinds,
+            "image_spans": torch.tensor(spans, dtype=torch.int64),
+        }
+        return ids, {k: v.to(self.setup.device) for k, v in extras.items()}
+
+    def _pixel_format(self) -> PixelFormat:
+        """Find out which pixel layout the tower takes, by asking it."""
+        form = pixel_format(self.info, self.checkpoint)
+        module = self._ready().module
+        features = getattr(module, "get_image_features", None)
+        if features is None:
+            return form
+
+        def rows_of(shown: Pictures) -> int:
+            pixels = shown.pixels.to(self.setup.device, getattr(torch, self.setup.dtype))
+            with torch.no_grad(), ExitStack() as stack:
+                if self.setup.dtype == "float64":
+                    stack.enter_context(Float64Islands())
+                return _rows(features(pixel_values=pixels, image_grid_thw=shown.grid.to(self.setup.device)))
+
+        layout = find_layout(form, rows_of)
+        return PixelFormat(**{**{n: getattr(form, n) for n in form.__slots__}, "layout": layout})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arguments:
+    named: frozenset[str]
+    open: bool
+
+    def takes(self, name: str) -> bool:
+        """Say whether a call may give an argument; unnamed ones only where they are model inputs by convention."""
+        return name in self.named or (self.open and name in ("mm_token_type_ids",))
+
+
+def _arguments(module: nn.Module) -> _Arguments:
+    parameters = inspect.signature(module.forward).parameters.values()
+    named = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return _Arguments(named=named, open=any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+
+def _scope(info: ModelInfo, arguments: _Arguments | None, setup: Setup) -> Scope:
+    """Read what a module claims from the configuration and, where it is known, its signature."""
+    off = {"multi_card": "a module runs on one device", "serves": "a module has no server"}
+    if not info.tokenizer:
+        off["chat"] = "the checkpoint has no tokenizer.json"
+    image = info.vision and (arguments is None or "pixel_values" in arguments.named)
+    if not image:
+        off["image"] = "the module takes no pixel_values" if info.vision else "the checkpoint has no vision tower"
+    phased = arguments is None or bool(arguments.named & set(_CACHES))
+    if not phased:
+        off["phases"] = f"the module takes neither {' nor '.join(_CACHES)}"
+    return Scope(
+        image=image,
+        phases=("prefill", "chunk", "decode") if phased else ("prefill",),
+        max_length_tokens=info.max_length_tokens,
+        chat=info.chat_template and info.tokenizer,
+        unobservable=_inside_layers() if setup.options.get("compile") else {},
+        off=off,
+    )
+
+
+def _inside_layers() -> dict[str, str]:
+    """Return globs of everything inside a layer or block, but not the layer's own inputs and further outputs."""
+    globs = {}
+    for container in ("layers", "vision.blocks"):
+        for digits in ("[0-9]", "[0-9][0-9]", "[0-9][0-9][0-9]"):
+            for rest in ("[!io]*", "i[!n]*", "in[!.]*", "o[!u]*", "ou[!t]*", "out[!.]*"):
+                globs[f"{container}.{digits}.{rest}"] = _COMPILED
+    return globs
+
+
+def _layers_only(name: str) -> bool:
+    """Say whether a unit is a layer or block, or lies outside of them all."""
+    parts = name.split(".")
+    place = next((i for i, part in enumerate(parts) if part in ("layers", "blocks")), None)
+    return place is None or len(parts) == place + 2
+
+
+def _compile_layers(module: nn.Module, structure: Structure, backend: str) -> None:
+    modules = dict(module.named_modules())
+    for path in (*structure.layers, *structure.blocks):
+        layer = modules[path]
+        layer.forward = torch.compile(layer.forward, backend=backend)  # type: ignore[method-assign]
+
+
+def _pictures_within(extras: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    """Return the pixels of the pictures that lie in a span, and the span's token types."""
+    if "image_spans" not in extras:
+        return {}
+    spans = extras["image_spans"].tolist()
+    inside = [start <= first and last <= stop for first, last in spans]
+    cut = [s for s, whole in zip(spans, inside, strict=True) if not whole and s[0] < stop and start < s[1]]
+    if cut:
+        raise PortError(f"expected whole pictures in tokens {start}..{stop}, found one at {cut[0]} cut in two")
+    found = {"mm_token_type_ids": extras["mm_token_type_ids"][:, start:stop]}
+    if any(inside):
+        grid = extras["image_grid_thw"]
+        keep = torch.tensor(inside, device=grid.device)
+        owner = torch.repeat_interleave(torch.arange(len(spans), device=grid.device), grid.prod(-1))
+        found |= {"pixel_values": extras["pixel_values"][keep[owner]], "image_grid_thw": grid[keep]}
+    return found
+
+
+def _logits(output: Any) -> Tensor:
+    """Find the logits in what a module returned."""
+    if isinstance(output, Tensor):
+        return output
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if found is None and isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        found = output[0]
+    if not isinstance(found, Tensor):
+        raise PortError(f"expected a tensor or an output with .logits, found {type(output).__name__}")
+    return found
+
+
+def _cache_of(output: Any) -> Any:
+    for name in _CACHES:
+        found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if found is not None:
+            return found
+    return output[1] if isinstance(output, tuple) and len(output) > 1 else None
+
+
+def _rows(features: Any) -> int:
+    """Count the rows of image features: a tensor, a list of them, or a record with `pooler_output`."""
+    features = getattr(features, "pooler_output", features)
+    if isinstance(features, (tuple, list)):
+        return sum(_rows(f) for f in features if isinstance(f, Tensor))
+    return int(features.reshape(-1, features.shape[-1]).shape[0])
