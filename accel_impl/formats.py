@@ -78,9 +78,10 @@ class Fp8:
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return q * scale, multiplied in float32."""
         scale = exp2_of(self.scale) if self.scale.dtype == torch.uint8 else self.scale
-        rows = block_of(self.row0, self.q.shape[0], self.block[0])
-        cols = block_of(self.col0, self.q.shape[1], self.block[1])
-        return (self.q.float() * scale[rows][:, cols]).to(dtype)
+        for axis, start in enumerate((self.row0, self.col0)):
+            if self.block[axis] > 1 and scale.shape[axis] > 1:
+                scale = scale.index_select(axis, block_of(start, self.q.shape[axis], self.block[axis]))
+        return (self.q.float() * scale).to(dtype)
 
 
 Resident = Plain | Fp8

@@ -162,7 +162,7 @@ class Model:
         bias = self._tensor(f"{name}.k_norm.bias")
         k = ops.layer_norm(self.use, k, self._tensor(f"{name}.k_norm.weight"), bias, config.rms_norm_eps)
         k = record(f"{tap}.k", self._index_rope(k[:, :, None], positions_BT)[:, :, 0], dims=HIDDEN)
-        weights = record(f"{tap}.weights", self._exact(x, f"{name}.weights_proj"), dims="batch token head")
+        weights = record(f"{tap}.weights", self._exact(x, f"{name}.weights_proj"), dims=HIDDEN)
         store.put(layer, {**keys, "index": k})
         scores = ops.indexer_scores(self.use, q, store.all(layer, "index"), weights, positions_BT)
         scores = F.pad(scores, (0, max(0, total - scores.shape[-1])), value=float("-inf"))
