@@ -13,12 +13,15 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import EXIT_ACCEPTED, EXIT_NOTHING, EXIT_REFUSED, TraceError
 from harness.types import STAGES, Finding, Measurement, Scope, StageResult, Status, Verdict, as_json
+
+if TYPE_CHECKING:
+    from harness.checklist import Practice as Promised
 
 FORMAT = "day0.results/1"
 FILE_NAME = "results.json"
@@ -173,23 +176,8 @@ def decide(
     return True, EXIT_ACCEPTED
 
 
-class Promised(Protocol):
-    """A practice as a checklist promises it: ticked when all its criteria passed and all its facts are known."""
-
-    @property
-    def id(self) -> str: ...  # noqa: D102
-    @property
-    def title(self) -> str: ...  # noqa: D102
-    @property
-    def ticked_by(self) -> str: ...  # noqa: D102
-    @property
-    def criteria(self) -> Sequence[str]: ...  # noqa: D102
-    @property
-    def facts(self) -> Sequence[str]: ...  # noqa: D102
-
-
 def tick(promised: Sequence[Promised], stages: Sequence[StageResult], evidence: Mapping[str, str]) -> list[Practice]:
-    """Tick each practice from evidence, or say why it is not done.
+    """Tick each practice whose criteria all passed and whose facts are all known; else say why it is not done.
 
     `evidence` gives a sentence by the name of a fact, or by a practice's id for all its facts.
     """
