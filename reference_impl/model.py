@@ -65,10 +65,14 @@ class Model:
 
     def __init__(self, config: Config, weights: Mapping[str, Tensor]) -> None:
         self.config, self.weights = config, weights
+        self._parts: dict[str, dict[str, Tensor]] = {}
 
     def part(self, prefix: str) -> dict[str, Tensor]:
         """Return the weights below a prefix, by the rest of their names."""
-        return {k.removeprefix(f"{prefix}."): v for k, v in self.weights.items() if k.startswith(f"{prefix}.")}
+        if prefix not in self._parts:
+            below = {k: v for k, v in self.weights.items() if k.startswith(f"{prefix}.")}
+            self._parts[prefix] = {k.removeprefix(f"{prefix}."): v for k, v in below.items()}
+        return self._parts[prefix]
 
     def forward(self, token_ids_BT: Tensor, features: Features | None, call: Call) -> Tensor:
         """Process tokens [start, start + T) of a request after those in the cache; return their logits [B, T, V].
@@ -175,6 +179,8 @@ class Model:
         for e in range(c.n_routed_experts):
             weight_BT = (weights_BTC * (chosen_BTC == e)).sum(-1)
             token_is_here = (chosen_BTC == e).any(-1)
+            if not token_is_here.any():
+                continue
             out = gated_clamped(self.part(f"model.layers.{n}.mlp.experts.{e}"), x_BTD[token_is_here])
             sum_BTD[token_is_here] += weight_BT[token_is_here][:, None] * wide(out)
         routed_BTD = record(f"{at}.experts", sum_BTD.to(x_BTD.dtype), dims=HIDDEN)
