@@ -171,10 +171,10 @@ def compare(
     for folder in (actual, expected):
         if not folder.is_dir():
             raise UsageError(f"expected a folder of traces at {folder}, found none")
-    from harness import pipeline
+    from harness.offline import compare_dirs
     from harness.report.terminal import make_display
 
-    results = pipeline.compare_dirs(actual, expected, checklists)
+    results = compare_dirs(actual, expected, checklists)
     make_display(tuple(s.name for s in results.stages)).close(results)
     raise typer.Exit(results.exit_code)
 
