@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,12 @@ from harness.types import Failure, Run, Setup, Trace, as_json
 STARTUP_S = 180.0
 """Seconds that importing and rendezvous of all ranks may take before the first sign of life."""
 _POLL_S = 0.1
+_PEER_GONE = re.compile(
+    r"closed by peer|reset by peer|broken pipe|peer (closed|gone)|remote process|RemoteError|DistNetworkError"
+    r"|connection (was )?(closed|lost|refused)|unhandled system error",
+    re.IGNORECASE,
+)
+"""What process groups say when another rank is gone: a consequence, not a cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,7 @@ def run_ranks(
         attempt += 1
         world = _World(folder / f"world{attempt}", pending, spec, checkpoint, setup, python)
         ended = world.run(timeout_s, startup_s)
+        world.clear_peers()
         left = [j for j in pending if not _finished(j)]
         lost = [j for j in pending if load_failure(j.out) is not None or j in left]
         if lost:
@@ -138,17 +145,40 @@ class _World:
         if reason:
             message = f"{name}: {reason}; {self._who_is_behind()}. The world was stopped"
             return Failure(kind="hang", message=message, stack=self.stacks.get(rank, ""), **told)
-        culprits = self._culprits()
-        if rank in culprits or not culprits:
-            code = culprits.get(rank)
-            words = f"ended with {_code_name(code)}" if code is not None else "ended without a result"
-            kind = "memory" if code == -signal.SIGKILL else "crash"
-            stack = self.stacks.get(rank, "") or "\n".join(self._text(rank, "log.txt").splitlines()[-20:])
-            if not stack:
-                stack = "\n".join((self.folder / "log.txt").read_text(errors="replace").splitlines()[-20:])
-            return Failure(kind=kind, message=f"{name} {words}", stack=stack, **told)
-        blame = ", ".join(f"rank {r} ended with {_code_name(c)} at {self._at(r)}" for r, c in culprits.items())
-        return Failure(kind="refused", message=f"{name} was stopped because {blame}", **told)
+        code = self._culprits().get(rank)
+        raised = {_rank(j) for j in self.jobs if load_failure(j.out) is not None}
+        blame = self._blame({rank}, raised - {rank})
+        if blame and (code is None or code == 1):
+            return Failure(kind="refused", message=f"{name} was stopped because {blame}", **told)
+        words = f"ended with {_code_name(code)}" if code is not None else "ended without a result"
+        stack = self.stacks.get(rank, "") or _last_lines(self._text(rank, "log.txt")) or _last_lines(self._log())
+        return Failure(
+            kind="memory" if code == -signal.SIGKILL else "crash", message=f"{name} {words}", stack=stack, **told
+        )
+
+    def clear_peers(self) -> None:
+        """Take the blame from ranks that raised only because a peer was gone, and put it where it belongs."""
+        raised: dict[int, list[tuple[RankJob, Failure]]] = {}
+        for job in self.jobs:
+            failure = load_failure(job.out)
+            if failure is not None:
+                raised.setdefault(_rank(job), []).append((job, failure))
+        victims = {r for r, found in raised.items() if all(_PEER_GONE.search(f.message) for _, f in found)}
+        blame = self._blame(victims, set(raised))
+        if not blame:
+            return
+        for rank in victims:
+            for job, failure in raised[rank]:
+                name = f"rank {rank} of layout {job.run.layout}"
+                message = f"{name} was stopped because {blame}; its own words: {failure.message}"
+                save_failure(job.out, replace(failure, kind="refused", message=message))
+
+    def _blame(self, victims: set[int], raised: set[int]) -> str:
+        """Say which ranks ended by themselves, victims left out."""
+        ends = {r: _code_name(c) for r, c in self._culprits().items() if r not in victims}
+        words = [f"rank {r} ended with {name} at {self._at(r)}" for r, name in ends.items() if r not in raised]
+        words += [f"rank {r} raised at {self._at(r)}" for r in sorted(raised - victims)]
+        return ", ".join(words)
 
     def _start(self, timeout_s: float) -> subprocess.Popen[bytes]:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -205,6 +235,12 @@ class _World:
         except OSError:
             return ""
 
+    def _log(self) -> str:
+        try:
+            return (self.folder / "log.txt").read_text(errors="replace")
+        except OSError:
+            return ""
+
     def _dump_stacks(self, parent: int) -> None:
         """Ask every rank where it is; the answer lies in its stack.txt."""
         for pid in _children(parent):
@@ -224,16 +260,16 @@ class _World:
 
     def _culprits(self) -> dict[int, int]:
         """Return the ranks that ended by themselves, with their exit codes, from torchrun's closing summary."""
-        try:
-            log = (self.folder / "log.txt").read_text(errors="replace")
-        except OSError:
-            return {}
-        found = re.findall(r"rank\s*:\s*(\d+) \(local_rank.*?exitcode\s*:\s*(-?\d+)", log, flags=re.DOTALL)
+        found = re.findall(r"rank\s*:\s*(\d+) \(local_rank.*?exitcode\s*:\s*(-?\d+)", self._log(), flags=re.DOTALL)
         return {int(r): int(c) for r, c in found if int(c) != -signal.SIGTERM}
 
 
 def _rank(job: RankJob) -> int:
     return int(job.run.options["rank"])
+
+
+def _last_lines(text: str, count: int = 20) -> str:
+    return "\n".join(text.splitlines()[-count:])
 
 
 def _clear(out: Path) -> None:

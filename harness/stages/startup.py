@@ -83,11 +83,10 @@ def measure(view: StageView) -> list[Measurement]:
             found += _ready(run, accel.facts)
         elif run.kind == "chat":
             oracle = view.trace("oracle", run.id)
-            found += (
-                _chat(run, accel.facts, oracle.facts)
-                if isinstance(oracle, Trace)
-                else _lost(run, oracle, "the reference")
-            )
+            if isinstance(oracle, Trace):
+                found += _chat(run, actual=accel.facts, expected=oracle.facts)
+            else:
+                found += _lost(run, oracle, "the reference")
         elif run.kind == "concurrent":
             found.append(_concurrent(run, accel.facts))
         elif run.kind == "serve":
@@ -119,7 +118,7 @@ def _ready(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
     return found
 
 
-def _chat(run: Run, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Measurement]:
+def _chat(run: Run, *, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Measurement]:
     """Hold the port's text front end against the reference's, text by text, conversation by conversation."""
     found: list[Measurement] = []
     texts = run.options["texts"]
@@ -131,21 +130,25 @@ def _chat(run: Run, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> l
     for number, ids in enumerate(run.options["ids"]):
         pairs.append(("decode", str(ids), _at(actual["decoded"], number), _at(expected["decoded"], number)))
     found += [
-        _mismatch(run, "tokenizer_mismatches", f"tokenizer.{part}", a, e, {"text": text}) for part, text, a, e in pairs
+        _mismatch(run, "tokenizer_mismatches", f"tokenizer.{part}", actual=a, expected=e, where={"text": text})
+        for part, text, a, e in pairs
     ]
     for number in range(len(run.options["conversations"])):
         for part in ("rendered", "prepared"):
-            a, e = _at(actual[part], number), _at(expected[part], number)
-            found.append(_mismatch(run, "template_mismatches", f"template.{part}", a, e, {"conversation": number}))
+            pair = {"actual": _at(actual[part], number), "expected": _at(expected[part], number)}
+            place = {"conversation": number}
+            found.append(_mismatch(run, "template_mismatches", f"template.{part}", where=place, **pair))
     wrong = sorted(set(actual["eos_ids"]) ^ set(expected["eos_ids"]))
-    detail = {"actual": list(actual["eos_ids"]), "expected": list(expected["eos_ids"])}
+    detail: dict[str, Any] = {"actual": list(actual["eos_ids"]), "expected": list(expected["eos_ids"])}
     if not expected["eos_ids"]:
         detail["message"] = "the reference names no end-of-sequence id"
     found.append(_measured(run, "eos_mismatches", len(wrong), "eos_ids", detail=detail))
     return found
 
 
-def _mismatch(run: Run, metric: str, subject: str, actual: Any, expected: Any, where: Mapping[str, Any]) -> Measurement:
+def _mismatch(
+    run: Run, metric: str, subject: str, *, actual: Any, expected: Any, where: Mapping[str, Any]
+) -> Measurement:
     """Return 0 or 1, with the place of the first difference; what the reference did not answer is missing."""
     if expected is None:
         detail = {"message": "the reference gave no answer"}
