@@ -124,7 +124,7 @@ class LiveDisplay:
         return Group(table, Text(self._note, style="dim", overflow="ellipsis", no_wrap=True))
 
     def _refresh(self) -> None:
-        self._live.update(self._table())
+        self._live.update(self._table(), refresh=True)
 
     def stage_started(self, name: str) -> None:
         """Mark the stage as running."""

@@ -127,9 +127,9 @@ def stage_sentence(stage: StageReport) -> str:
         )
         return f"{title} is accepted: {kept}.{also}"
     if stage.status is Status.SKIPPED:
-        return f"{title} was not checked: {stage.reason or 'it is outside the declared scope'}."
+        return f"{title} was not checked: {(stage.reason or 'it is outside the declared scope').rstrip('.')}."
     if stage.status is Status.BLOCKED:
-        return f"{title} was not run: {stage.reason or 'an earlier stage was not accepted'}."
+        return f"{title} was not run: {(stage.reason or 'an earlier stage was not accepted').rstrip('.')}."
     bad = bad_verdicts(stage)
     where = f"; the first wrong place is {first_place(stage)}" if first_place(stage) else ""
     if stage.status is Status.ERROR:
