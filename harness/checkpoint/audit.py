@@ -1,8 +1,8 @@
 """Hold the weights in memory against the checkpoint, one by one. Knows checkpoints and `Weight`; no limits.
 
-A weight is compared with the checkpoint tensor that it names, else with the one of the same name. What was merged, fused
-or renamed is recognised by content: rows of the decoded checkpoint tensors, and the order they were put together in. The
-result is plain JSON facts; whether an order is right is for a stage to say, which sees the reference's order too.
+A weight is compared with the checkpoint tensor that it names, else with the one of the same name. What was merged,
+fused or renamed is recognised by content: rows of the decoded checkpoint tensors, and the order they were put together
+in. The result is plain JSON facts; whether an order is right is for a stage to say, which sees the reference's too.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ _LAYER = re.compile(r"(^|\.)(?:layers|blocks|h)\.(\d+)\.")
 class WeightFact:
     """What is known of one weight in memory. Counts are elements unless they say otherwise.
 
-    `match`: named (compared with `source`), raw (stored bytes as they are), content (made of checkpoint rows), derived (a buffer that is computed) or none. `mismatches` are elements that differ from the named tensor; `unmatched`
-    those that come from no checkpoint row either. `order` is where the rows come from, as JSON; `regular` says whether
-    sources are whole and numbered ascending. `narrowed`: stored in float32 as an exception, held narrower.
+    `match`: named (compared with `source`), raw (stored bytes as they are), content (made of checkpoint rows), derived
+    (a buffer that is computed) or none. `mismatches` are elements that differ from the named tensor; `unmatched` those
+    that come from no checkpoint row either. `order` is where the rows come from, as JSON; `regular` says whether
+    sources are whole and numbered ascending, `ascending` the latter alone. `narrowed`: stored in float32 as an
+    exception, held narrower.
     """
 
     name: str
@@ -57,6 +59,7 @@ class WeightFact:
     ambiguous_rows: int = 0
     order: str = ""
     regular: bool = True
+    ascending: bool = True
     narrowed: bool = False
     digests: Mapping[str, str] = field(default_factory=dict)
 
@@ -234,7 +237,8 @@ def _explain_pending(audit: _Audit) -> dict[str, tuple[int, int]]:
             ambiguous_rows=answer.ambiguous_rows,
             order=answer.order if filled else "",
             regular=answer.regular,
-            digests=pending.digests,
+            ascending=answer.ascending,
+            digests=pending.digests if answer.unmatched or not answer.regular else {},
         )
         if named and not filled:
             audit.used.add(fact.source)  # its name was found and its values are wrong: that is told by `mismatches`

@@ -71,6 +71,7 @@ class Answer:
     ambiguous_rows: int
     order: str
     regular: bool
+    ascending: bool = True
 
 
 @dataclass(slots=True)
@@ -160,21 +161,17 @@ def _sources(checkpoint: Checkpoint, logical: Logical, wanted: set[torch.dtype])
 
 
 def _digest(name: str, value: Tensor, parts: dict[Key, list[tuple[str, Hashes]]], *, rounded: bool) -> None:
+    """Add the row hashes of one source, rounded to each precision in which rows of its length are looked for."""
+    kernel = torch.Size(value.shape[1:]).numel() if value.dim() >= 3 else -1
     for (dtype, length), sources in parts.items():
-        if not value.numel():
+        if not value.numel() or length not in (value.shape[-1], kernel):
             continue
-        same_kind = value.is_floating_point() == dtype.is_floating_point
-        if (
-            not same_kind
-            or (not rounded and value.dtype != dtype)
-            or (not dtype.is_floating_point and value.dtype != dtype)
-        ):
+        exact = not rounded or not dtype.is_floating_point
+        if value.is_floating_point() != dtype.is_floating_point or (exact and value.dtype != dtype):
             continue
         held = value.to(dtype)
-        if value.shape[-1] == length:
-            sources.append((name, row_hashes(held)))
-        elif value.dim() >= 3 and torch.Size(value.shape[1:]).numel() == length:
-            sources.append((name, row_hashes(held.flatten(1))))  # a convolution kernel held as a matrix
+        # A convolution kernel may be held as a matrix.
+        sources.append((name, row_hashes(held if value.shape[-1] == length else held.flatten(1))))
 
 
 def _best(item: Pending, tables: Mapping[Key, RowTable]) -> tuple[bool, int]:
@@ -199,6 +196,7 @@ def _answer(item: Pending, tables: Mapping[Key, RowTable]) -> tuple[Answer, tupl
         ambiguous_rows=0 if transposed else item.constant_rows,
         order=_order_json(order, wanted, table, transposed),
         regular=order is not None and _regular(order, table),
+        ascending=order is None or all(_ascending([r.source for r in s if r.source]) for s in order.streams),
     )
     return found, (key, table.positions(wanted))
 
@@ -220,14 +218,13 @@ def _regular(order: Order, table: RowTable) -> bool:
     for stream in order.streams:
         if any(r.source == "" or r.start or r.count != sizes[r.source] for r in stream):
             return False
-        if not _ascending([r.source for r in stream]):
-            return False
-    return True
+    return all(_ascending([r.source for r in stream]) for stream in order.streams)
 
 
 def _ascending(names: Sequence[str]) -> bool:
+    """Say whether sources that differ only by a number first come in ascending order."""
     last: dict[str, tuple[int, ...]] = {}
-    for name in names:
+    for name in dict.fromkeys(names):
         template = re.sub(r"\d+", "#", name)
         numbers = tuple(int(d) for d in re.findall(r"\d+", name))
         if template in last and numbers <= last[template]:
@@ -261,5 +258,6 @@ def _joined_vectors(item: Pending, vectors: Mapping[str, Tensor]) -> tuple[Answe
     if not runs:
         return None
     names = [r.source for r in runs]
+    ascending = _ascending(names)
     order = json.dumps({"joined": [[r.source, r.start, r.count] for r in runs]})
-    return Answer(unmatched=unmatched, ambiguous_rows=0, order=order, regular=_ascending(names)), names
+    return Answer(unmatched=unmatched, ambiguous_rows=0, order=order, regular=ascending, ascending=ascending), names

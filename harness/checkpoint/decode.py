@@ -1,8 +1,8 @@
 """Decode stored weights to float32. Knows bits, blocks and scales; must not know names, files or models.
 
 Written from the format descriptions, not from any engine's loader, so that an engine and its copy cannot agree on
-a mistake. Everything is computed in float32: a code times a scale is one rounding at most. A scale that does not fit is an
-error, never a guess.
+a mistake. Everything is computed in float32: a code times a scale is one rounding at most. A scale that does not fit is
+an error, never a guess.
 
 Sources: OCP Microscaling Formats (MX) 1.0, sections 5.3 (E2M1, E8M0) and 6.3; the compressed-tensors `pack-quantized`,
 `mxfp4-pack-quantized` and `nvfp4-pack-quantized` layouts; the DeepSeek-V3 `weight_scale_inv` convention; gpt-oss

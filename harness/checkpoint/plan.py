@@ -1,7 +1,7 @@
 """Plan the memory of a load. Knows sizes from headers; must not know what a port really does.
 
-planned = what stays (every weight in the wanted precision) + the largest weight while it is decoded (stored bytes,
-float32 values, rounded copy) + what a process with an interpreter, torch and a model library takes before any weight.
+planned = what stays (every weight in the wanted precision) + the stored bytes once (a mapped file counts while it is
+mapped) + the largest weight while it is decoded (float32 values and the rounded copy) + what a process takes besides.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.formats import FLOATS, Logical, logical_tensors
 
-RUNTIME_BYTES = 1 << 30
-"""Allowance for the process itself, measured at 0.5 to 0.8 GiB with torch and transformers imported on a CPU build."""
+RUNTIME_BYTES = 1 << 29
+"""Allowance for what a process takes besides weights while it loads: libraries imported late, arenas, thread stacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class MemoryPlan:
     @property
     def peak_bytes(self) -> int:
         """Everything at once."""
-        return self.resident_bytes + self.transient_bytes + self.runtime_bytes
+        return self.stored_bytes + self.resident_bytes + self.transient_bytes + self.runtime_bytes
 
 
 def memory_plan(checkpoint: Checkpoint, dtype: torch.dtype | str) -> MemoryPlan:
@@ -40,11 +40,10 @@ def memory_plan(checkpoint: Checkpoint, dtype: torch.dtype | str) -> MemoryPlan:
     width = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
     resident = transient = 0
     for logical in logical_tensors(checkpoint):
-        stored = sum(checkpoint.tensors[n].nbytes for n in logical.parts.values())
         held = _held_bytes(checkpoint, logical, width)
         resident += held
         decoded = 4 * logical.numel if logical.quantised else 0
-        transient = max(transient, stored + decoded + held)
+        transient = max(transient, decoded + held)
     return MemoryPlan(stored_bytes=checkpoint.nbytes, resident_bytes=resident, transient_bytes=transient)
 
 

@@ -128,6 +128,9 @@ def nonfinite(value: Tensor) -> int:
     if not value.is_floating_point():
         return 0
     wide = value.to(torch.float32) if value.element_size() == 1 else value
+    low, high = torch.aminmax(wide) if wide.numel() else (torch.zeros(()), torch.zeros(()))
+    if bool(low.isfinite() & high.isfinite()):  # NaN propagates through both
+        return 0
     return int((~wide.isfinite()).sum())
 
 

@@ -10,11 +10,17 @@ from collections.abc import Mapping
 METRICS: Mapping[str, str] = {
     # load
     "index_problems": "count",
+    "stray_shards": "count",
+    "undecodable_tensors": "count",
     "unused_tensors": "count",
     "unfilled_parameters": "count",
     "weight_mismatches": "count",
     "provenance_mismatches": "count",
     "nonfinite_weights": "count",
+    "untied_heads": "count",
+    "lossy_weight_rel_rms_error": "ratio",
+    "narrowed_parameters": "count",
+    "unchecked_orders": "count",
     "load_peak_over_plan": "ratio",
     # startup
     "ready_tokens": "tokens",

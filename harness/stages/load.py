@@ -1,0 +1,281 @@
+"""Does memory hold what the checkpoint says? Knows runs and facts; must not know limits, files or how an audit is done.
+
+Values are held against an independent decoder, weight by weight; the order in which rows were put together against the
+order that the reference used for the parameter of the same name. Where nothing can vouch for an order, it is said so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from harness.metrics.memory import peak_over_plan
+from harness.metrics.names import METRICS
+from harness.stages import StageContext, StageView
+from harness.types import Failure, Measurement, Run, Trace
+
+NAME = "load"
+NEEDS: tuple[str, ...] = ()
+LOAD, WEIGHTS = "load/load", "load/weights"
+
+_LOAD_METRICS = ("index_problems", "stray_shards", "undecodable_tensors", "load_peak_over_plan")
+_WEIGHT_METRICS = (
+    "unused_tensors",
+    "unfilled_parameters",
+    "weight_mismatches",
+    "provenance_mismatches",
+    "nonfinite_weights",
+    "untied_heads",
+    "lossy_weight_rel_rms_error",
+    "narrowed_parameters",
+    "unchecked_orders",
+)
+
+
+def plan(context: StageContext) -> list[Run]:
+    """Return one load, and one pass over the weights where the port can show them."""
+    runs = [Run(id=LOAD, stage=NAME, kind="load")]
+    if "weights" in context.capabilities:
+        runs.append(Run(id=WEIGHTS, stage=NAME, kind="weights"))
+    return runs
+
+
+def measure(view: StageView) -> list[Measurement]:
+    """Measure the checkpoint, the memory of the load, and every weight. Each metric has at least one measurement."""
+    found: list[Measurement] = []
+    for run in view.runs:
+        accel = view.trace("accel", run.id)
+        if not isinstance(accel, Trace):
+            found += _lost(run, accel)
+        elif run.kind == "load":
+            found += _load(run, accel)
+        else:
+            oracle = view.trace("oracle", run.id)
+            expected = oracle.facts.get("audit") if isinstance(oracle, Trace) else None
+            found += _weights(run, accel.facts["audit"], expected, image=view.context.scope.image)
+    return found
+
+
+def _lost(run: Run, side: Failure | Trace | None) -> list[Measurement]:
+    assert not isinstance(side, Trace)
+    message = f"the port: {side.kind}: {side.message}" if side is not None else "the port has no trace of this run"
+    metrics = _LOAD_METRICS if run.kind == "load" else _WEIGHT_METRICS
+    return [_measured(run, m, None, "*", problem="error", detail={"message": message}) for m in metrics]
+
+
+def _measured(
+    run: Run,
+    metric: str,
+    value: float | None,
+    subject: str,
+    *,
+    problem: str = "",
+    order: int = 0,
+    where: Mapping[str, Any] | None = None,
+    detail: Mapping[str, Any] | None = None,
+    n: int = 1,
+) -> Measurement:
+    return Measurement(
+        metric=metric, value=value, unit=METRICS[metric], subject=subject, stage=NAME, run=run.id, n=n, order=order,
+        problem=problem, where=where or {}, detail=detail or {},
+    )  # fmt: skip
+
+
+def _or_none_found(run: Run, metric: str, found: Sequence[Measurement], n: int, **detail: Any) -> list[Measurement]:
+    """Return what was found, or one measurement of 0 over all n that were looked at."""
+    return list(found) or [_measured(run, metric, 0.0, "all", n=n, detail=detail)]
+
+
+# --- the checkpoint and the load ---
+
+
+def _load(run: Run, trace: Trace) -> list[Measurement]:
+    facts = trace.facts["checkpoint"]
+    strays = [p for p in facts["problems"] if p["kind"] == "stray_shard"]
+    wrong = [p for p in facts["problems"] if p["kind"] != "stray_shard"]
+    result = []
+    for metric, problems in (
+        ("index_problems", wrong),
+        ("stray_shards", strays),
+        ("undecodable_tensors", facts.get("undecodable", ())),
+    ):
+        found = [
+            _measured(run, metric, 1.0, p["name"] or p["file"], where={"kind": p["kind"]}, detail=_told(p))
+            for p in problems
+        ]
+        result += _or_none_found(run, metric, found, max(1, facts["tensors"]))
+    return [*result, _memory(run, trace)]
+
+
+def _told(problem: Mapping[str, Any]) -> dict[str, Any]:
+    place = f" in {problem['file']}" if problem["file"] else ""
+    message = f"{problem['name'] or 'checkpoint'}{place}: expected {problem['expected']}, found {problem['found']}"
+    return {**problem, "message": message}
+
+
+def _memory(run: Run, trace: Trace) -> Measurement:
+    """Hold the peak of the load against the plan made from headers: a port does not set its own limit."""
+    peak = trace.facts.get("peak_bytes")
+    planned = trace.facts["checkpoint"].get("planned_bytes", {}).get(trace.setup.dtype)
+    detail = {"peak_bytes": peak, "planned_bytes": planned, "ports_own_plan_bytes": trace.facts.get("planned_bytes")}
+    if peak is None or not planned:
+        message = f"expected the peak of the load and a plan for {trace.setup.dtype}, found {peak} and {planned} bytes"
+        detail["message"] = message
+        return _measured(run, "load_peak_over_plan", None, "load", problem="missing", detail=detail)
+    ratio = peak_over_plan(peak_bytes=peak, planned_bytes=planned) if peak else 0.0
+    return _measured(run, "load_peak_over_plan", ratio, "load", detail=detail)
+
+
+# --- the weights ---
+
+
+def _weights(
+    run: Run, actual: Mapping[str, Any], expected: Mapping[str, Any] | None, *, image: bool
+) -> list[Measurement]:
+    weights: list[Mapping[str, Any]] = actual["weights"]
+    if not weights:
+        message = "expected the port to show its weights, found none"
+        return [
+            _measured(run, m, None, "*", problem="empty", detail={"message": message}) for m in _WEIGHT_METRICS
+        ]  # fmt: skip
+    reference = _Reference(expected)
+    found: dict[str, list[Measurement]] = {m: [] for m in _WEIGHT_METRICS}
+    for order, weight in enumerate(weights):
+        for m in _one_weight(run, weight, reference, order):
+            found[m.metric].append(m)
+    for m in (*_unused(run, actual, reference, image=image), *_named(run, "untied_heads", actual["untied"], _UNTIED)):
+        found[m.metric].append(m)
+    for name, message in actual["errors"].items():
+        value = _measured(run, "weight_mismatches", None, name, problem="error", detail={"message": message})
+        found["weight_mismatches"].append(value)
+    for name in actual["unfilled"]:
+        order = next((i for i, w in enumerate(weights) if w["name"] == name), 0)
+        if not reference.vouches(weights[order]):
+            message = f"{name} {weights[order]['shape']} comes from no checkpoint tensor"
+            value = _measured(run, "unfilled_parameters", 1.0, name, order=order, detail={"message": message})
+            found["unfilled_parameters"].append(value)
+    looked_at = {"unused_tensors": actual["logical"], "weight_mismatches": actual["elements"]}
+    detail = {"outside": actual["outside"], "vouched_by_reference_only": reference.vouched}
+    return [
+        m
+        for metric in _WEIGHT_METRICS
+        for m in _or_none_found(run, metric, found[metric], max(1, looked_at.get(metric, len(weights))), **detail)
+    ]
+
+
+_UNTIED = "the configuration ties the output head to the embedding, but memory holds something else here"
+
+
+def _named(run: Run, metric: str, names: Sequence[str], why: str) -> Iterator[Measurement]:
+    for name in names:
+        yield _measured(run, metric, 1.0, name, detail={"message": f"{name}: {why}"})
+
+
+class _Reference:
+    """What the reference's audit says of the same parameter. Empty if the reference shows no weights."""
+
+    def __init__(self, audit: Mapping[str, Any] | None) -> None:
+        weights: Sequence[Mapping[str, Any]] = audit["weights"] if audit else ()
+        self._by_name = {w["name"]: w for w in weights}
+        self._by_source = {w["source"]: w for w in weights if w["source"] and w["match"] == "named"}
+        self.partial: Mapping[str, Any] = audit["partial"] if audit else {}
+        self.vouched: list[str] = []
+
+    def of(self, weight: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the reference's parameter of the same name, else the one of the same checkpoint tensor."""
+        return self._by_name.get(weight["name"]) or (
+            self._by_source.get(weight["source"]) if weight["source"] else None
+        )
+
+    def vouches(self, weight: Mapping[str, Any]) -> bool:
+        """Say whether the reference holds the very same values where the checkpoint explains neither.
+
+        A loader may compute with what it reads; both sides are then equal to each other, and that is noted.
+        """
+        other = self._by_name.get(weight["name"])
+        digest = weight["digests"].get(weight["dtype"])
+        same = other is not None and digest is not None and other["digests"].get(weight["dtype"]) == digest
+        if same and weight["name"] not in self.vouched:
+            self.vouched.append(weight["name"])
+        return same
+
+
+def _one_weight(run: Run, w: Mapping[str, Any], reference: _Reference, order: int) -> Iterator[Measurement]:
+    def one(metric: str, value: float, message: str) -> Measurement:
+        detail = {k: w[k] for k in ("shape", "dtype", "match", "source", "max_ulp", "worst", "expected", "found")}
+        detail |= {"message": f"{w['name']}: {message}", "order": w["order"][:400]}
+        return _measured(run, metric, value, w["name"], order=order, detail=detail)
+
+    if w["nonfinite"]:
+        yield one("nonfinite_weights", w["nonfinite"], f"{w['nonfinite']} elements are NaN or infinite")
+    if w["narrowed"]:
+        yield one("narrowed_parameters", 1.0, f"stored in float32 as an exception, held in {w['dtype']}")
+    if w["match"] == "none":
+        return
+    lossy = not w["lossless"] and w["mismatches"] and w["relative_error"]
+    if lossy:
+        error = float(w["relative_error"])
+        yield one("lossy_weight_rel_rms_error", error, f"declared narrower than the checkpoint, off by {error:.3g}")
+    elif w["unmatched"] and not reference.vouches(w):
+        yield one("weight_mismatches", w["unmatched"], _difference_words(w))
+    elif not w["unmatched"]:
+        yield from _order(w, reference, one)
+
+
+def _difference_words(w: Mapping[str, Any]) -> str:
+    total = 1
+    for size in w["shape"]:
+        total *= size
+    words = f"{w['unmatched']} of {total} elements differ from the checkpoint"
+    if w["expected"]:
+        words += f"; at {w['worst']} expected {w['expected']}, found {w['found']} ({w['max_ulp']:g} ulp)"
+    return words
+
+
+def _order(w: Mapping[str, Any], reference: _Reference, one: Any) -> Iterator[Measurement]:
+    """Say whether the rows are where they belong: as in the reference, else as names and numbers suggest."""
+    other = reference.of(w)
+    plain = w["match"] in ("named", "raw") and not w["mismatches"]
+    if other is not None and other["order"] and w["order"] and not other["unmatched"]:
+        same_shape = other["shape"] == w["shape"]
+        if same_shape and _canonical(other["order"]) != _canonical(w["order"]):
+            message = f"put together otherwise than the reference's {other['name']} ({other['order'][:200]})"
+            yield one("provenance_mismatches", 1.0, message)
+        elif not same_shape and not plain and not w["regular"]:
+            yield one("unchecked_orders", 1.0, f"no reference of this shape; {w['order'][:200]}")
+        return
+    if plain:
+        return
+    if w["match"] == "named":
+        yield one("provenance_mismatches", 1.0, f"the rows of {w['source']} in another order: {w['order'][:200]}")
+    elif not w["ascending"]:
+        yield one("provenance_mismatches", 1.0, f"numbered tensors in another order: {w['order'][:200]}")
+    elif _sources(w["order"]) > 1 or not w["regular"]:
+        yield one("unchecked_orders", 1.0, f"no reference parameter of this name; {w['order'][:200]}")
+
+
+def _canonical(order: str) -> Any:
+    """Return an order for comparison: a reshape keeps the order of the elements."""
+    value = json.loads(order)
+    return {"how": "same"} if value.get("how") in ("reshape", "padded") else value
+
+
+def _sources(order: str) -> int:
+    value = json.loads(order)
+    runs = [r for stream in value.get("streams", [value.get("joined", [])]) for r in stream]
+    return len({r[0] for r in runs})
+
+
+def _unused(
+    run: Run, actual: Mapping[str, Any], reference: _Reference, *, image: bool
+) -> Iterator[Measurement]:  # fmt: skip
+    vision = [n for n, reason in actual["outside"].items() if reason == "vision" and image]
+    for name in (*actual["unused"], *vision):
+        message = f"{name} is in the checkpoint, and no weight in memory comes from it"
+        yield _measured(run, "unused_tensors", 1.0, name, where={"part": "whole"}, detail={"message": message})
+    for name, (hit, rows) in actual["partial"].items():
+        if reference.partial.get(name) == [hit, rows]:
+            continue
+        message = f"{rows - hit} of {rows} rows of {name} are nowhere in memory"
+        yield _measured(run, "unused_tensors", 1.0, name, where={"part": "some rows"}, detail={"message": message})
