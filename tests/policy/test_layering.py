@@ -6,6 +6,7 @@ from source_tree import ROOT, dotted, imports, modules, show
 
 ROWS = (
     {"cli"},
+    {"offline"},
     {"pipeline"},
     {"evidence"},
     {"plan"},
