@@ -7,7 +7,6 @@ limits, files or how traces are stored.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,7 +230,7 @@ class TraceRecorder:
         self.start, self.stop = 0, 0
         self.taps: dict[str, Tap] = {}
         self.notes: dict[str, str] = {}
-        self._parts: dict[str, list[Tensor]] = {}
+        self._parts: dict[str, list[tuple[int, Tensor]]] = {}
         self._pinned: set[str] = set()
         self._handed: dict[int, tuple[Tensor, int]] = {}
 
@@ -249,7 +248,8 @@ class TraceRecorder:
             return tensor
         if tapnames.matches(tap, self.keep):
             self._store(tap, tensor, kind, dims)
-        pinned = self.pins.value(tap, kind, self.start, self.stop) if self.pins is not None else None
+        start = self._first_row(tap, tensor)
+        pinned = self.pins.value(tap, kind, start, self.stop) if self.pins is not None else None
         result = tensor
         if pinned is not None:
             fitted = _fitted(pinned, tensor, self.pins.taps[tap].dims if self.pins is not None else (), kind, self.stop)
@@ -260,7 +260,7 @@ class TraceRecorder:
                 self._pinned.add(tap)
         elif self.pins is not None and kind in tapnames.DECISION_KINDS:
             result = self._in_reference_order(tap, tensor, kind)
-        self._handed[id(result)] = (result, _version(result))
+        self._handed[id(result)] = (result, version_of(result))
         return result
 
     def _in_reference_order(self, tap: str, tensor: Tensor, kind: str) -> Tensor:
@@ -280,15 +280,35 @@ class TraceRecorder:
 
     def _is_handed(self, tensor: Tensor) -> bool:
         handed, version = self._handed.get(id(tensor), (None, 0))
-        return handed is tensor and version == _version(tensor)
+        return handed is tensor and version == version_of(tensor)
+
+    def _first_row(self, tap: str, tensor: Tensor) -> int:
+        """Return the token that the first row belongs to: a unit over the cache is given all keys up to the last."""
+        known = self.pins.taps.get(tap) if self.pins is not None else self.taps.get(tap)
+        if known is None or "token" not in known.dims or len(known.dims) != tensor.dim():
+            return self.start
+        rows = tensor.shape[known.dims.index("token")]
+        return self.stop - rows if self.stop - self.start < rows <= self.stop else self.start
 
     def _store(self, tap: str, tensor: Tensor, kind: str, dims: str) -> None:
+        count = self.stop - self.start
+        if tensor.dim() == 2 and ".attn" in tap and self._by_head(tap, tensor.shape[0]):
+            tensor = tensor.unflatten(0, (count, -1))  # [token * head, feature], one row per token again
+            dims = dims or "token head feature"
         if tap not in self.taps:
             self.taps[tap] = Tap(name=tap, kind=kind, dims=tuple(dims.split()) or self._axes(tap, tensor))
             self._parts[tap] = []
         elif "token" not in self.taps[tap].dims:
             return  # without a token axis a second call cannot be joined; the first stands for the run
-        self._parts[tap].append(tensor.detach().to("cpu", copy=True).contiguous())
+        self._parts[tap].append((self.stop, tensor.detach().to("cpu", copy=True).contiguous()))
+
+    def _by_head(self, tap: str, rows: int) -> bool:
+        """Say whether rows of a matrix are tokens times heads: by an earlier call, else by their number."""
+        known = self.taps.get(tap)
+        if known is not None:
+            return known.dims[:2] == ("token", "head")
+        count = self.stop - self.start
+        return count > 1 and rows > count and rows % count == 0
 
     def _axes(self, tap: str, tensor: Tensor) -> tuple[str, ...]:
         """Name the axes by the number of tokens in this call; the replay source knows better when there is one."""
@@ -317,19 +337,19 @@ class TraceRecorder:
     def tokens(self, tap: str) -> int:
         """Return how many tokens of a tap are recorded so far (0 without one)."""
         dims = self.taps[tap].dims if tap in self.taps else ()
-        return sum(part.shape[dims.index("token")] for part in self._parts[tap]) if "token" in dims else 0
+        return len(set(_rows(self._parts[tap], dims))) if "token" in dims else 0
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the recorded tensors, spans joined along the token axis. Shapes as in the port."""
         joined = {}
         for name, parts in self._parts.items():
             tap = self.taps[name]
-            joined[name] = parts[0] if len(parts) == 1 else _joined(parts, tap.dims, tap.kind)
+            joined[name] = parts[0][1] if len(parts) == 1 else _joined(parts, tap)
         return joined
 
 
-def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was written into, where autograd counts it."""
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written into, where autograd counts it (not under inference mode)."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -355,21 +375,33 @@ def _fitted(pinned: Tensor, tensor: Tensor, dims: tuple[str, ...], kind: str, st
     return None
 
 
-def _joined(parts: Sequence[Tensor], dims: tuple[str, ...], kind: str) -> Tensor:
-    """Join the parts of consecutive spans along the token axis; a last axis that grows with them is padded.
+def _rows(parts: Sequence[tuple[int, Tensor]], dims: tuple[str, ...]) -> list[int]:
+    """Return the tokens that the rows of some parts belong to; part i ends with token `stop - 1`."""
+    axis = dims.index("token")
+    return [token for stop, part in parts for token in range(stop - part.shape[axis], stop)]
 
-    Scores are padded with -inf and choices with -1 at the end. Along a `key` axis part i holds the keys before its end,
-    and what lies outside is 0.
+
+def _joined(parts: Sequence[tuple[int, Tensor]], tap: Tap) -> Tensor:
+    """Join the parts of consecutive spans along the token axis; where rows come again, the last ones stand.
+
+    A last axis that grows from call to call is padded: scores with -inf and choices with -1 at the end. Along a `key`
+    axis a part holds the keys before its end, and what lies outside is 0.
     """
-    axis, last = dims.index("token"), parts[0].dim() - 1
-    if axis == last or len({p.shape[-1] for p in parts}) == 1:
-        return torch.cat(list(parts), dim=axis)
-    stops = list(itertools.accumulate(p.shape[axis] for p in parts))
-    wide = stops[-1] if dims[last] == "key" and kind not in ("scores", *tapnames.DECISION_KINDS) else 0
-    wide = max(wide, *(p.shape[-1] for p in parts))
+    axis, last, kind = tap.dims.index("token"), len(tap.dims) - 1, tap.kind
     fill = float("-inf") if kind == "scores" else -1 if kind in tapnames.DECISION_KINDS else 0
-    placed = []
-    for part, stop in zip(parts, stops, strict=True):
-        before = max(0, stop - part.shape[-1]) if fill == 0 and dims[last] == "key" else 0
-        placed.append(torch.nn.functional.pad(part, (before, wide - before - part.shape[-1]), value=fill))
-    return torch.cat(placed, dim=axis)
+    keys = tap.dims[last] == "key" and kind not in ("scores", *tapnames.DECISION_KINDS)
+    wide = max(max(p.shape[-1] for _, p in parts), parts[-1][0] if keys and axis != last else 0)
+    rows = _rows(parts, tap.dims)
+    first = min(rows)
+    shape = list(parts[0][1].shape)
+    shape[axis] = max(rows) + 1 - first
+    if axis != last:
+        shape[last] = wide
+    joined = torch.full(shape, fill, dtype=parts[0][1].dtype)
+    for stop, part in parts:
+        place = joined.narrow(axis, stop - part.shape[axis] - first, part.shape[axis])
+        if axis != last:
+            before = max(0, stop - part.shape[-1]) if keys else 0
+            place = place.narrow(last, before, part.shape[-1])
+        place.copy_(part)
+    return joined

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from harness import taps as tapnames
-from harness.adapter import Recorder
+from harness.adapter import Recorder, version_of
 from harness.adapters.structure import Structure
 
 _NOT_VALUES = re.compile(r"mask|cache|past|position_ids|cu_seqlens|seq_?len|seq_idx|grid|labels", re.IGNORECASE)
@@ -41,7 +41,7 @@ class Taps:
         self.record: Recorder | None = None
         self._stack: list[str] = []
         self._calls: dict[str, int] = {}
-        self._known: dict[int, tuple[Tensor, int]] = {}
+        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._head: Tensor | None = None
         self._signatures: dict[str, tuple[str, ...]] = {}
         self._handles: list[RemovableHandle] = []
@@ -81,13 +81,20 @@ class Taps:
 
     def known(self, tensor: Tensor) -> bool:
         """Say whether a tensor is a value handed out before, at most cast or reshaped, and not written into since."""
-        found, version = self._known.get(id(tensor), (None, 0))
-        return found is tensor and version == tensor._version
+        found = self._known.get(id(tensor))
+        return found is not None and found[0] is tensor and found[1] == version_of(tensor)
 
-    def learn(self, tensor: Tensor) -> Tensor:
-        """Remember a value that was handed out."""
-        self._known[id(tensor)] = (tensor, tensor._version)
-        return tensor
+    def standing_for(self, tensor: Tensor) -> Tensor:
+        """Return what a known tensor was overwritten with: the caller may still hold, and pass on, its own."""
+        return self._known[id(tensor)][2]
+
+    def learn(self, tensor: Tensor, instead: Tensor | None = None) -> Tensor:
+        """Remember a value, and what it was overwritten with; return what to go on with."""
+        result = tensor if instead is None else instead
+        self._known[id(tensor)] = (tensor, version_of(tensor), result)
+        if result is not tensor:
+            self._known[id(result)] = (result, version_of(result), result)
+        return result
 
     def unit(self) -> str:
         """Return the innermost unit that is running."""
@@ -109,7 +116,7 @@ class Taps:
         embedded = kwargs.get("inputs_embeds")
         if self.record is None or not isinstance(embedded, Tensor) or self.known(embedded):
             return None
-        return args, {**kwargs, "inputs_embeds": self.learn(self.record("merged", embedded))}
+        return args, {**kwargs, "inputs_embeds": self.learn(embedded, self.record("merged", embedded))}
 
     def _before(self, name: str, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         count = self._calls[name] = self._calls.get(name, 0) + 1
@@ -142,10 +149,12 @@ class Taps:
         return self._value(f"{unit}.in{label}", value), True
 
     def _value(self, tap: str, value: Tensor) -> Tensor:
-        if value.numel() == 0 or self.known(value) or not (value.is_floating_point() or value.dim()):
+        if self.known(value):
+            return self.standing_for(value)
+        if value.numel() == 0 or value.dim() == 0:
             return value
         assert self.record is not None
-        return self.learn(self.record(tap, value))
+        return self.learn(value, self.record(tap, value))
 
     def _after(self, name: str, output: Any) -> Any:
         unit = self._stack.pop()
@@ -163,7 +172,7 @@ class Taps:
             if position > 1 and self._is_attention_map(value):
                 return value  # an implementation may not have it at all
             assert self.record is not None
-            return self.learn(self.record(tap, value))
+            return self.learn(value, self.record(tap, value))
 
         return _mapped(output, replaced)
 
@@ -192,7 +201,7 @@ class Taps:
             self.learn(indices)
             return result
         chosen = torch.where(chosen < 0, seen.argmin(-1, keepdim=True), chosen).to(indices.dtype)
-        return type(result)((self.learn(scores.gather(-1, chosen)), self.learn(chosen)))
+        return type(result)((scores.gather(-1, chosen), self.learn(chosen)))
 
 
 class _Watch(TorchFunctionMode):
@@ -219,7 +228,8 @@ class _Watch(TorchFunctionMode):
             follows = result is not source and isinstance(source, Tensor) and source.numel() == result.numel()
             sliced = func is Tensor.__getitem__  # all of it, or a rearrangement of its rows?
             if follows and taps.known(source) and not (sliced and source.data_ptr() != result.data_ptr()):
-                taps.learn(result)
+                instead = taps.standing_for(source)
+                taps.learn(result, None if instead is source else instead.reshape(result.shape).to(result.dtype))
         return result
 
 

@@ -115,7 +115,8 @@ class ModuleAdapter:
 
     def forward(self, inputs: Inputs, record: Recorder) -> Tensor:
         """Return the logits [1, T, V] of a whole prefill."""
-        logits, _ = self._call(inputs, 0, inputs.token_ids.shape[-1], None, record, keep=False)
+        keep = "phases" not in self.scope.off  # over a fresh cache, so that what is read from a cache is a tap here too
+        logits, _ = self._call(inputs, 0, inputs.token_ids.shape[-1], None, record, keep=keep)
         return logits
 
     def generate(self, inputs: Inputs, max_new_tokens: int, record: Recorder) -> TokenIds:
