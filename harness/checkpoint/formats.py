@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checkpoint import decode as dec
+from harness.checkpoint import decoders as dec
 from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.header import Problem, TensorRef
 from harness.errors import CheckpointError
