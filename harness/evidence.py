@@ -76,9 +76,14 @@ def not_covered(plan: Plan, stages: Sequence[StageResult]) -> list[str]:
 
 
 def practice_evidence(plan: Plan, schedule: Schedule) -> dict[str, str]:
-    """Return what a run shows for the practices that no criterion carries."""
+    """Return a sentence by each fact that the practices of the checklists ask for and that this run shows."""
     goldens = {j.folder for j in schedule.jobs if j.role != "accel"}
     evidence = {}
     if plan.scope.replay and goldens and all((folder / "manifest.json").is_file() for folder in goldens):
-        evidence["baseline_saved"] = f"{len(goldens)} golden traces of the reference, kept by digest"
+        evidence["goldens_saved"] = f"{len(goldens)} golden traces of the reference, kept by digest"
+    kind = plan.config.reference.spec.split(":")[0]
+    if kind in ("hf", "builtin"):
+        evidence["reference_upstream"] = f"the reference is {plan.config.reference.spec}, used as it is"
+    if plan.scope.fallbacks:
+        evidence["fallbacks"] = f"fallbacks named by the port: {', '.join(plan.scope.fallbacks)}"
     return evidence

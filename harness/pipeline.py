@@ -57,6 +57,7 @@ def verify(config: Config, display: Display, *, command: str = "") -> Results:
         required=[r for r in config.run.require if r in STAGES],
         problems=[f"--require {r}: {why}" for r, why in reasons.items() if why] + campaign.problems,
         questions=checklists.questions,
+        practices=checklists.practices,
         practice_evidence=practice_evidence(plan, campaign.schedule),
         partial=bool(campaign.partial),
         partial_reason="; ".join(campaign.partial),

@@ -110,18 +110,32 @@ def plain_value(value: Any) -> str:
 
 
 def _shared(results: Results) -> dict[str, Any]:
-    facts = {**results.environment.sides, **results.environment.facts}
     return {
         "claims": rows_of(results.scope.claimed),
         "exercised": rows_of(results.scope.exercised),
         "not_covered": results.scope.not_covered,
-        "environment": rows_of(facts),
+        "environment": environment_rows(results),
     }
 
 
+def environment_rows(results: Results) -> list[tuple[str, str]]:
+    """Return who ran where, then facts of the machine; a side's versions only where they are its own."""
+    environment, rows = results.environment, []
+    for side, told in environment.sides.items():
+        if not isinstance(told, Mapping):
+            rows.append((side, plain_value(told)))
+            continue
+        how = ", ".join(str(told[k]) for k in ("dtype", "device") if told.get(k))
+        rows.append((side, f"{told.get('spec') or told.get('name', '')}{f' ({how})' if how else ''}"))
+        if told.get("versions") and dict(told["versions"]) != dict(environment.versions):
+            rows.append((f"versions of the {side}", plain_value(told["versions"])))
+    return rows + rows_of(environment.facts)
+
+
 def escape_text(value: Any) -> str:
-    """Return text on one line in which nothing can start a tag."""
-    return " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    """Return text on one line in which nothing can start a tag or an entity; `<= 5` stays readable."""
+    text = re.sub(r"&(?=#?\w+;)", "&amp;", " ".join(str(value).split()))
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
 
 
 def escape_cell(value: Any) -> str:

@@ -82,7 +82,7 @@ class PlainDisplay:
         """Say it once per role, so that a log stays short."""
         if role != self._role:
             self._role = role
-            self._say(f"  {role}: {n} runs")
+            self._say(f"  {role}: {n} run{'' if n == 1 else 's'}")
 
     def stage_done(self, stage: StageResult) -> None:
         """Say how it ended."""
