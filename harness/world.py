@@ -206,6 +206,7 @@ class _World:
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         threads = str(max(1, self.setup.threads // self.size))
         environment: Mapping[str, str] = {
+            "OMP_WAIT_POLICY": "passive",  # tiny kernels spin more than they work
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": threads,
