@@ -259,14 +259,14 @@ def _summary(audit: _Audit, partial: dict[str, tuple[int, int]], *, tied: bool, 
             unused.append(logical.name)
     errors = dict(audit.errors)
     errors.update({x.name: x.problem for x in audit.logicals.values() if x.problem})
-    named_in_full = {f.source for f in audit.facts if f.match == "named" and not f.mismatches}
+    named = {f.source for f in audit.facts if f.match == "named"}  # what differs there is told by `mismatches`
     return {
         "dtype": dtype,
         "weights": [json.loads(json.dumps(dataclasses.asdict(f), allow_nan=False)) for f in audit.facts],
         "logical": len(audit.logicals),
         "elements": sum(torch.Size(f.shape).numel() for f in audit.facts),
         "unused": unused,
-        "partial": {n: list(rows) for n, rows in partial.items() if n not in named_in_full},
+        "partial": {n: list(rows) for n, rows in partial.items() if n not in named},
         "outside": outside,
         "unfilled": [f.name for f in audit.facts if f.match == "none" and not f.source],
         "untied": _untied(audit, tied=tied),

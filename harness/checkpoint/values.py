@@ -97,7 +97,7 @@ def _elementwise(actual: Tensor, expected: Tensor, slack: int, *, how: str) -> D
     if not count:
         return Difference(how=how, mismatches=0)
     apart = _ulps(held, rounded) if not small else (held - rounded).abs().to(torch.float64)
-    apart = torch.where(wrong, apart.nan_to_num(nan=float("inf")), torch.full_like(apart, -1.0))
+    apart = torch.where(wrong, apart.nan_to_num(nan=float("inf"), posinf=float("inf")), torch.full_like(apart, -1.0))
     at = int(apart.argmax())
     wide = (held.to(torch.float64) - expected.to(torch.float64)).norm() / expected.to(torch.float64).norm()
     return Difference(
