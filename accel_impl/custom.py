@@ -83,23 +83,19 @@ def attend_dense(
     chosen_BTK: Tensor,
     scale: float,
 ) -> Tensor:
-    """Expand once, then gather and attend tile by tile of queries."""
-    heads = q_BTHD.shape[2]
-    nope = q_BTHD.shape[-1] - rope_BSR.shape[-1]
+    """Expand every latent once, then let each query gather what it has chosen: work grows with K, not with S."""
+    heads, rotary = q_BTHD.shape[2], rope_BSR.shape[-1]
+    nope = q_BTHD.shape[-1] - rotary
     kv = F.linear(latent_BSL.to(FLOAT), kv_b.decode(FLOAT)).unflatten(-1, (heads, -1))
-    key = torch.cat((kv[..., :nope], rope_BSR.to(FLOAT)[:, :, None].expand(-1, -1, heads, -1)), dim=-1)
-    value, keys = kv[..., nope:], latent_BSL.shape[1]
-    tiles = []
-    for at in range(0, q_BTHD.shape[1], QUERY_TILE):
-        chosen = chosen_BTK[:, at : at + QUERY_TILE]
-        mask = torch.zeros(*chosen.shape[:2], keys + 1, dtype=torch.bool)
-        mask.scatter_(-1, chosen.masked_fill(chosen < 0, keys), True)
-        q = q_BTHD[:, at : at + QUERY_TILE].to(FLOAT).transpose(1, 2)
-        scores = (q @ key.permute(0, 2, 3, 1)).mul_(scale)
-        scores.masked_fill_(~mask[:, None, :, :keys], float("-inf"))
-        p = _with_sink(scores, sinks_H.to(FLOAT)[None, :, None, None])
-        tiles.append((p @ value.transpose(1, 2)).transpose(1, 2))
-    return torch.cat(tiles, dim=1).to(q_BTHD.dtype)
+    batch = torch.arange(len(kv))[:, None, None]
+    picked = chosen_BTK.clamp(min=0)
+    kv_BTKHD, rope_BTKR = kv[batch, picked], rope_BSR.to(FLOAT)[batch, picked]
+    q = q_BTHD.to(FLOAT)
+    scores = torch.einsum("bthd,btkhd->bthk", q[..., :nope], kv_BTKHD[..., :nope])
+    scores = (scores + q[..., nope:] @ rope_BTKR.transpose(-1, -2)) * scale
+    scores = scores.masked_fill_((chosen_BTK < 0)[:, :, None], float("-inf"))
+    p = _with_sink(scores, sinks_H.to(FLOAT)[None, None, :, None])
+    return torch.einsum("bthk,btkhv->bthv", p, kv_BTKHD[..., nope:]).to(q_BTHD.dtype)
 
 
 def _with_sink(scores: Tensor, sink: Tensor) -> Tensor:

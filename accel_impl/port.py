@@ -17,6 +17,7 @@ from accel_impl.config import Config, read_config
 from accel_impl.loader import Loaded, load
 from accel_impl.model import Model
 from accel_impl.parallel import Fleet, Place, SharedRecorder, distributed_place
+from accel_impl.places import module_paths
 from accel_impl.shards import Shards
 from accel_impl.tokenizer import TextFront
 from harness.adapter import Inputs, Recorder, TokenIds, Weight, silent
@@ -57,6 +58,7 @@ class AccelAdapter:
             chat=True,
             fallbacks=self.use.fallbacks,
         )
+        self.module_paths = module_paths(self.config)
         self.place = Place()
         self.model: Model | None = None
         self.cache: PagedCache | None = None

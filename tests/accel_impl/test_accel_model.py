@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accel_runs import DECODE_FROM, furthest, stepped, whole
+
+import reference_impl
+from accel_impl import ops
+from accel_impl.cache import PagedCache
+from harness.adapter import Pins, TraceRecorder, capabilities, silent
+from harness.cases import ModelInfo, text_case
+from harness.errors import PortError
+from harness.types import Case, Setup
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Any:
+    setup = Setup(side="reference", role="oracle", adapter="builtin:reference", dtype="float32")
+    port = reference_impl.adapter(checkpoint, setup)
+    port.load(checkpoint, setup)
+    return port
+
+
+@pytest.mark.parametrize("variant", ["custom", "fallback"])
+@pytest.mark.parametrize("kind", ["text", "pictures"])
+def test_every_tap_equals_the_reference(
+    opened: Any, reference: Any, request: pytest.FixtureRequest, kind: str, variant: str
+) -> None:
+    """In float32 both implementations of the page record the same taps, in order, and decide the same."""
+    case = request.getfixturevalue(kind)
+    actual, expected = whole(opened(ops=variant), case), whole(reference, case)
+    assert actual.taps == expected.taps
+    assert furthest(actual, expected) < (1e-5, "")
+
+
+@pytest.mark.parametrize("variant", ["custom", "fallback"])
+def test_prefill_chunk_and_decode_agree(opened: Any, pictures: Case, variant: str) -> None:
+    """A request in one piece, and in a prefill, a chunk and single steps, gives the same at every tap."""
+    port = opened(ops=variant)
+    assert furthest(stepped(port, pictures), whole(port, pictures)) < (1e-5, "")
+    facts = port.cache_facts()
+    assert facts["pages_free"] == facts["pages_total"]
+
+
+def test_a_wrong_position_in_decode_is_seen_there_only(
+    opened: Any, text: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the decode path moves no token of the prefill or the chunk."""
+    port, sparse = opened(), ops.attend_sparse
+    expected = stepped(port, text).tensors()["layers.0.attn.core"]
+    monkeypatch.setattr(ops, "attend_sparse", lambda use, *a: sparse(use, *a[:-1], a[-1] * 1.1))
+    moved = (stepped(port, text).tensors()["layers.0.attn.core"] - expected).abs().amax((0, 2, 3)) > 1e-6
+    assert moved.nonzero().flatten().tolist() == list(range(DECODE_FROM, len(moved)))
+
+
+def test_decode_touches_chosen_keys_only(opened: Any, text: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode path never reads all latents: it gathers index_topk of them."""
+    port, read, asked = opened(), PagedCache.read, []
+    monkeypatch.setattr(PagedCache, "read", lambda self, la, f, s, n: asked.append((f, n)) or read(self, la, f, s, n))
+    inputs = port.prepare(text, silent)
+    slot, length = port.open(), inputs.token_ids.shape[1]
+    port.step(slot, inputs, 0, length - 1, silent)
+    assert {field for field, _ in asked} == {"latent", "rope", "index"}
+    asked.clear()
+    port.step(slot, inputs, length - 1, length, silent)
+    port.free(slot)
+    assert set(asked) == {("index", length)}
+
+
+def test_a_used_slot_says_the_same(opened: Any, info: ModelInfo, text: Case) -> None:
+    """A request in a slot and pages that another one used gives the very same bits."""
+    port = opened()
+    fresh = stepped(port, text).tensors()["logits"]
+    stepped(port, text_case(info, 37, seed=5))
+    assert torch.equal(stepped(port, text).tensors()["logits"], fresh)
+
+
+def test_two_requests_in_turn_do_not_touch_each_other(opened: Any, info: ModelInfo) -> None:
+    """Two slots stepped in turn give the very bits that each gives alone."""
+    port = opened()
+    cases = [text_case(info, 11, seed=1), text_case(info, 23, seed=2)]
+    inputs = [port.prepare(case, silent) for case in cases]
+
+    def steps(slot: int, index: int) -> Any:
+        length = inputs[index].token_ids.shape[1]
+        for start, stop in [(0, 5), *((i, i + 1) for i in range(5, length))]:
+            yield port.step(slot, inputs[index], start, stop, silent)
+
+    alone = []
+    for index in range(2):
+        slot = port.open()
+        alone.append(list(steps(slot, index)))
+        port.free(slot)
+    slots = [port.open(), port.open()]
+    turns: list[list[torch.Tensor]] = [[], []]
+    running = {index: steps(slots[index], index) for index in range(2)}
+    while running:
+        for index in list(running):
+            logits = next(running[index], None)
+            if logits is None:
+                del running[index]
+            else:
+                turns[index].append(logits)
+    for slot in slots:
+        port.free(slot)
+    for index in range(2):
+        assert torch.equal(torch.cat(turns[index], 1), torch.cat(alone[index], 1))
+
+
+def test_generation_is_greedy_over_the_cache(opened: Any, text: Case) -> None:
+    """Each generated id is the argmax of a whole prefill of everything before it."""
+    port = opened()
+    inputs = port.prepare(text, silent)
+    ids = port.generate(inputs, 5, silent)
+    prompt = [int(i) for i in inputs.token_ids[0]]
+    case = Case(id="all", token_ids=tuple(prompt + ids))
+    logits = port.forward(port.prepare(case, silent), silent)[0]
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == ids
+
+
+def test_a_replay_isolates_every_unit(opened: Any, text: Case) -> None:
+    """With another run's values put in, a fault in one layer is seen in that layer only."""
+    port = opened()
+    free = whole(port, text)
+    pins = Pins(tensors=free.tensors(), taps=free.taps, level=3, dtype=torch.float32, decisions=True)
+    port.model.weights["model.layers.2.self_attn.q_a_layernorm.weight"].tensor.mul_(1.01)
+    try:
+        replayed = whole(port, text, TraceRecorder(pins=pins))
+    finally:
+        port.model.weights["model.layers.2.self_attn.q_a_layernorm.weight"].tensor.div_(1.01)
+    assert not replayed.notes
+    expected, actual = free.tensors(), replayed.tensors()
+    moved = [
+        n for n, v in expected.items() if v.is_floating_point() and (actual[n] - v).nan_to_num(0).abs().max() > 1e-4
+    ]
+    assert moved == ["layers.2.attn.q_norm"]
+
+
+def test_pinned_decisions_are_the_ones_used(opened: Any, text: Case) -> None:
+    """Where the recorder gives other experts, routing weights follow them."""
+    port = opened()
+    free = whole(port, text)
+    tap = "layers.1.moe.router.topk"
+    other = {tap: torch.tensor([5, 6]).expand_as(free.tensors()[tap]).clone()}
+    pins = Pins(tensors=other, taps=free.taps, level=3, dtype=torch.float32, decisions=True)
+    seen = whole(port, text, TraceRecorder(pins=pins)).tensors()
+    p = seen["layers.1.moe.router.logits"].sigmoid()[..., 5:]
+    torch.testing.assert_close(seen["layers.1.moe.router.weights"], 2.5 * p / p.sum(-1, keepdim=True))
+
+
+def test_bf16_stays_close_to_float32_where_decisions_agree(opened: Any, text: Case) -> None:
+    """A bf16 layer fed with the float32 run's values is off by no more than rounding."""
+    free = whole(opened("float32"), text)
+    pins = Pins(tensors=free.tensors(), taps=free.taps, level=3, dtype=torch.bfloat16, decisions=True)
+    low = whole(opened("bfloat16"), text, TraceRecorder(pins=pins))
+    exact = whole(opened("float32"), text, TraceRecorder(pins=pins))
+    for name, value in exact.tensors().items():
+        if value.is_floating_point() and name != "logits":
+            finite = value.isfinite()
+            error = (low.tensors()[name].float() - value)[finite].norm() / value[finite].norm()
+            assert error < 0.01, name
+
+
+def test_the_port_claims_what_it_has(opened: Any) -> None:
+    """Every capability is there, and every tap has a place in the port's own words."""
+    port = opened()
+    assert capabilities(port) == ["phases", "weights", "chat", "serves", "multi_card", "cache", "operators"]
+    assert port.scope.fallbacks == tuple(n for n, choice in port.operators().items() if choice == "fallback")
+
+
+def test_every_tap_has_a_place(opened: Any, pictures: Case) -> None:
+    """The port's own words for places cover exactly the taps that it records."""
+    port = opened()
+    assert set(port.module_paths) == set(whole(port, pictures).tensors())
+
+
+def test_misplaced_pictures_are_refused(opened: Any, pictures: Case) -> None:
+    """Fewer places than pictures is an error that says how many were expected."""
+    port = opened()
+    case = Case(id="bad", token_ids=pictures.token_ids, images=pictures.images, image_at=(1,))
+    with pytest.raises(PortError, match="each of 2 pictures"):
+        port.prepare(case, silent)
