@@ -177,12 +177,15 @@ def _checked(model: type[_Model], path: Path, data: Mapping[str, Any]) -> Any:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = min(
+            error.errors(), key=lambda e: e["type"] != "extra_forbidden"
+        )  # a misspelt key is also a missing one
         where, key = _place(data, first["loc"]), str(first["loc"][-1]) if first["loc"] else ""
         if first["type"] == "extra_forbidden":
             hint = nearest(key, _keys(model, first["loc"]))
             raise ChecklistError(f"{path}{where}: unknown key {key!r}{hint}") from error
-        raise ChecklistError(f"{path}{where}: {key}: {first['msg']}, found {first['input']!r:.80}") from error
+        found = "" if first["type"] == "missing" else f", found {first['input']!r:.80}"
+        raise ChecklistError(f"{path}{where}: {key}: {first['msg']}{found}") from error
 
 
 def _place(data: Any, loc: Sequence[Any]) -> str:
