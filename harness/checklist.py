@@ -179,7 +179,7 @@ def _checked(model: type[_Model], path: Path, data: Mapping[str, Any]) -> Any:
     except ValidationError as error:
         first = min(
             error.errors(), key=lambda e: e["type"] != "extra_forbidden"
-        )  # a misspelt key is also a missing one
+        )  # it may also be missed
         where, key = _place(data, first["loc"]), str(first["loc"][-1]) if first["loc"] else ""
         if first["type"] == "extra_forbidden":
             hint = nearest(key, _keys(model, first["loc"]))
