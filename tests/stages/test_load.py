@@ -14,8 +14,8 @@ from torch import nn
 
 from harness.adapter import Weight
 from harness.cases import ModelInfo
-from harness.checkpoint import audit_facts, checkpoint_facts, decode, logical_tensors, open_checkpoint
 from harness.checklist import load_checklists
+from harness.checkpoint import audit_facts, checkpoint_facts, decode, logical_tensors, open_checkpoint
 from harness.gate import judge, stage_status
 from harness.stages import StageContext, StageView, load
 from harness.types import Failure, Scope, Setup, Status, Trace
@@ -287,8 +287,9 @@ def test_ld07_initialised_again(folder, actual, expected):
 @pytest.mark.parametrize("what", ["layers.1.", "layers.1.norm."])
 def test_ld09_renamed_keys(tmp_path, what):
     """LD09: the keys of a layer, or of one norm, have a prefix that the loader skips: unused there, unfilled here."""
-    tensors = {("old/" + n.replace(".", "/") if n.startswith(what) and "experts" not in n and "o_proj" not in n else n): t
-               for n, t in stored().items()}  # fmt: skip
+    tensors = stored()
+    for name in [n for n in tensors if n.startswith(what) and "experts" not in n and "o_proj" not in n]:
+        tensors["old/" + name.replace(".", "/")] = tensors.pop(name)
     folder = write(tmp_path / "c", tensors)
     actual, expected = (loaded(folder, d, strict=False) for d in (torch.bfloat16, torch.float32))
     for state in (actual, expected):
@@ -389,7 +390,7 @@ def test_a_square_weight_held_transposed_is_found(tmp_path):
 
 
 def test_what_a_loader_computes_alike_on_both_sides_is_vouched_for(folder, actual, expected):
-    """A value that a loader computes (here a gain folded into k) is accepted where both sides hold it, not where one."""
+    """A value that a loader computes (a gain folded into k) is accepted where both sides hold it, not where one does."""
     name = "layers.0.attn.k_proj.weight"
     folded = expected[name] * 3.7
     both = traces(folder, {**actual, name: folded.to(torch.bfloat16)}, {**expected, name: folded})
