@@ -91,7 +91,8 @@ class _Recipe:
 
     def normal(self, name: str, *shape: int) -> Floats:
         """Draw values of mean 0 and variance 1: twelve uniform draws summed, so that no libm is involved."""
-        return self._draw(name).random_sample((12, *shape)).sum(axis=0) - 6.0
+        total: Floats = self._draw(name).random_sample((12, *shape)).sum(axis=0)
+        return total - 6.0
 
     def uniform(self, name: str, *shape: int) -> Floats:
         """Draw values from [0, 1)."""
@@ -109,7 +110,7 @@ class _Recipe:
         self.stored[name] = ("F32", value.astype("<f4"))
 
     def matrix(self, name: str, rows: int, columns: int, gain: float = 1.0) -> Floats:
-        return self.normal(name, rows, columns) * (gain / np.sqrt(columns))
+        return self.normal(name, rows, columns) * float(gain / np.sqrt(columns))
 
     def linear(self, name: str, rows: int, columns: int, gain: float = 1.0) -> None:
         """Add a bfloat16 matrix and its bias."""

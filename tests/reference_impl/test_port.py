@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import reference_impl
-from harness.adapter import Inputs, TraceRecorder, capabilities, silent
+from harness.adapter import Inputs, capabilities, silent
 from harness.cases import image_case, read_model_info, seeded_image, text_case
 from harness.errors import PortError, SpecError
 from harness.types import Case, Setup
@@ -79,13 +79,18 @@ def test_generation_is_the_argmax_of_the_forward(port, checkpoint):
 def test_generation_with_a_picture_records_every_token(port, checkpoint):
     """All calls of a generation join along the token axis, scores included."""
     info = read_model_info(checkpoint)
-    recorder = TraceRecorder()
-    inputs = port.prepare(image_case(info, [(32, 32)]), recorder)
-    new = port.generate(inputs, 4, recorder)
-    length = inputs.token_ids.shape[1]
-    tensors = recorder.tensors()
-    assert tensors["logits"].shape[1] == length + len(new) - 1
-    assert tensors["layers.1.attn.indexer.topk.scores"].shape == (1, length + len(new) - 1, length + 4)
+    inputs = port.prepare(image_case(info, [(32, 32)]), silent)
+    length, parts = inputs.token_ids.shape[1], {}
+
+    def collect(tap, tensor, *, dims="", kind=""):
+        if "token" in dims.split():
+            parts.setdefault(tap, []).append(tensor)
+        return tensor
+
+    new = port.generate(inputs, 4, collect)
+    tensors = {name: torch.cat(part, dim=1) for name, part in parts.items()}
+    assert {t.shape[1] for t in tensors.values()} == {length + len(new) - 1}
+    assert tensors["layers.1.attn.indexer.topk.scores"].shape[2] == length + 4
     assert new == tensors["logits"][0, length - 1 :].argmax(-1).tolist()
 
 
