@@ -390,7 +390,7 @@ def test_a_square_weight_held_transposed_is_found(tmp_path):
 
 
 def test_what_a_loader_computes_alike_on_both_sides_is_vouched_for(folder, actual, expected):
-    """A value that a loader computes (a gain folded into k) is accepted where both sides hold it, not where one does."""
+    """A value that a loader computes (a gain folded into k) is accepted where both sides hold it, and only there."""
     name = "layers.0.attn.k_proj.weight"
     folded = expected[name] * 3.7
     both = traces(folder, {**actual, name: folded.to(torch.bfloat16)}, {**expected, name: folded})
