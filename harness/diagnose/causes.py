@@ -11,6 +11,12 @@ from collections.abc import Sequence
 
 from harness.types import Measurement
 
+ACCUMULATED = frozenset({
+    "accumulated_ratio", "logits_kl_ratio", "kl_nats_per_token", "top1_agreement", "agreeing_share", "greedy_margin_z",
+    "greedy_margin_violations",
+})  # fmt: skip
+"""Metrics of free runs: they gather whatever went wrong before, and name no place."""
+
 DIRECT = {
     "index_problems": "the checkpoint's index and its shards do not agree: a shard is missing, short, or named wrongly",
     "unused_tensors": "a tensor of the checkpoint was never used: a renamed or prefixed key was passed over",
@@ -71,12 +77,16 @@ PHASES = {
 }
 
 SLICES = {
-    "token": "only some tokens: outliers, a clamp, padding, or an edge that they sit on",
-    "position": "only some positions: rotary angles, the mask, a window, or a page or chunk edge",
     "head": "one head: a slice, a sink, a scale or a table of that head",
-    "channel": "some channels only: a block scale, a bias, a permutation, or a partial sum",
     "expert": "one expert only: its weights, its scale, or its place in the map",
+    "position": "only some positions: rotary angles, the mask, a window, or a page or chunk edge",
+    "channel": "some channels only: a block scale, a bias, a permutation, or a partial sum",
+    "token": "only some tokens: outliers, a clamp, padding, or an edge that they sit on",
 }
+"""What it means when slices fail and the whole does not, the most telling first."""
+
+STANDS_OUT = {"head": 1.8, "expert": 1.8, "position": 2.0, "channel": 4.0, "token": 4.0}
+"""How many times the whole's ratio a slice's is when the error sits in that slice (one of five heads reads 2.2)."""
 
 
 def cause_of(tap: str, failing: Sequence[Measurement]) -> str:
@@ -115,7 +125,7 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
         return direct
     if metrics <= {"decision_margin_z", "decision_flips_excess"}:
         return "other items are chosen than noise explains: the rule of choice, a bias, or the scores themselves"
-    if metrics <= {"accumulated_ratio", "logits_kl_ratio", "kl_nats_per_token", "top1_agreement", "agreeing_share"}:
+    if metrics <= ACCUMULATED:
         return (
             "no unit is wrong by itself, but the error grows beyond the floor's on the way: what passes between units"
         )
@@ -123,12 +133,13 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
 
 
 def _missing(m: Measurement) -> str:
-    message = str(m.detail.get("message", ""))
     if m.problem == "missing":
-        return f"promised but not shown: {message or 'the port did not record it'}"
+        return "promised, but the port does not show it: record it, or declare it unobservable with a reason"
     if m.problem == "no_signal":
-        return f"no signal where one was expected: {message}"
-    return f"could not be compared: {message}" if message else f"could not be compared ({m.problem})"
+        return "no signal where one was expected: the input cannot tell right from wrong here"
+    if m.problem == "too_few":
+        return "too few samples to say anything: longer or more cases are needed"
+    return "promised, but it could not be measured"
 
 
 def _exact(tap: str) -> str:
@@ -144,15 +155,21 @@ def _exact(tap: str) -> str:
 
 
 def _slices(tap: str, failing: Sequence[Measurement]) -> str:
-    ratios = [m for m in failing if m.metric == "error_ratio"]
-    slices = {str(m.where.get("slice", "whole")) for m in ratios}
-    worst = max((m.value or 0.0 for m in ratios), default=0.0)
-    where = "in the glue in front of it" if tap != _bare(tap) else "in the whole unit"
-    if "whole" in slices:
-        size = "wrong" if worst >= 10 else "off by more than rounding"
-        return f"{size} {where} (error {worst:.3g} times the floor's)"
-    named = [SLICES[s] for s in ("head", "expert", "position", "channel", "token") if s in slices]
-    return named[0] if named else f"off by more than rounding (error {worst:.3g} times the floor's)"
+    """Say which slices are wrong: only some where the whole holds, or mostly some where they stand out of the whole."""
+    worst: dict[str, Measurement] = {}
+    for m in failing:
+        kind = str(m.where.get("slice", "whole"))
+        if m.metric == "error_ratio" and (kind not in worst or (m.value or 0.0) > (worst[kind].value or 0.0)):
+            worst[kind] = m
+    if "whole" not in worst:
+        named = [SLICES[kind] for kind in SLICES if kind in worst]
+        return named[0] if named else "off by more than rounding"
+    whole = worst["whole"].value or 0.0
+    size = "wrong" if whole >= 10 else "off by more than rounding"
+    where = "the glue in front of it" if tap != _bare(tap) else "the whole unit"
+    out = [k for k, times in STANDS_OUT.items() if k in worst and (worst[k].value or 0.0) >= times * whole]
+    mostly = f", mostly {out[0]} {worst[out[0]].where.get(out[0], '')}" if out else ""
+    return f"{size} in {where} (error {whole:.3g} times the floor's){mostly}"
 
 
 def _only(failing: Sequence[Measurement]) -> str:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.diagnose.causes import cause_of
+from harness.diagnose.causes import ACCUMULATED, cause_of
 from harness.gate import limit_at
 from harness.taps import is_input, unit_of
 from harness.types import Criterion, Finding, Measurement
@@ -20,9 +20,6 @@ TOP = 5
 """Places that are worth a reader's time; the rest are counted."""
 
 EVIDENCE = 6
-ACCUMULATED = frozenset(
-    {"accumulated_ratio", "logits_kl_ratio", "kl_nats_per_token", "top1_agreement", "agreeing_share"}
-)
 
 Failing = tuple[Criterion, Measurement]
 
@@ -43,8 +40,9 @@ def explain(failing: Sequence[Failing], *, modules: Mapping[str, str], reproduce
     """
     blocking = [pair for pair in failing if pair[0].blocking] or list(failing)
     lost = [pair for pair in blocking if _is_lost(pair[1])]
-    places = sorted(_split([pair for pair in blocking if not _is_lost(pair[1])]), key=lambda p: p.order)
-    findings = [_lost_finding(group, modules, reproduce) for group in _by_message(lost)]
+    told = [p for p in blocking if not _is_lost(p[1]) and not (lost and p[1].value is None)]
+    places = sorted(_split(told), key=lambda p: p.order)
+    findings = _lost_findings(lost, modules, reproduce)
     findings += [_finding(place, modules, reproduce) for place in places[:TOP]]
     if len(places) > TOP:
         rest = f"{len(places) - TOP} further places are outside their limits, the last one {places[-1].tap}"
@@ -159,26 +157,36 @@ def _origin(m: Measurement) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _by_message(failing: Sequence[Failing]) -> list[list[Failing]]:
-    groups: dict[str, list[Failing]] = {}
-    for pair in failing:
-        groups.setdefault(str(pair[1].detail.get("message", "")), []).append(pair)
-    return list(groups.values())[:TOP]
+def _lost_findings(lost: Sequence[Failing], modules: Mapping[str, str], reproduce: str) -> list[Finding]:
+    """Return a finding per message of runs that did not end. Runs that never started are told with those that did."""
+    groups: dict[str, list[Measurement]] = {}
+    for _, m in lost:
+        groups.setdefault(str(m.detail.get("message", "")), []).append(m)
+    seen = [g for g in groups.values() if any(m.detail.get("last_tap") for m in g)]
+    unseen = [g for g in groups.values() if g not in seen]
+    if not seen:
+        return [_lost_finding(group, modules, reproduce) for group in unseen[:TOP]]
+    findings = [_lost_finding(group, modules, reproduce) for group in seen[:TOP]]
+    more = sorted({m.run for group in unseen for m in group if m.run})
+    if more:
+        line = f"therefore not measured: {', '.join(more)}"
+        findings[0] = replace(findings[0], evidence=(*findings[0].evidence, line))
+    return findings
 
 
-def _lost_finding(group: Sequence[Failing], modules: Mapping[str, str], reproduce: str) -> Finding:
+def _lost_finding(group: Sequence[Measurement], modules: Mapping[str, str], reproduce: str) -> Finding:
     """Return one finding for a run that did not end: its last tap is where it was."""
-    measurements = [m for _, m in group]
-    message = str(measurements[0].detail.get("message", ""))
-    last = next((str(m.detail["last_tap"]) for m in measurements if m.detail.get("last_tap")), "")
-    runs = sorted({m.run for m in measurements if m.run})
-    subject = last or min(measurements, key=lambda m: m.order).subject
+    message = str(group[0].detail.get("message", ""))
+    last = next((str(m.detail["last_tap"]) for m in group if m.detail.get("last_tap")), "")
+    runs = sorted({m.run for m in group if m.run})
+    subject = last or min(group, key=lambda m: m.order).subject
+    after = "what runs behind this tap" if last else "no tap was reached: loading, or the first step of the run"
     return Finding(
         tap=subject,
         module=_module(subject, modules),
         op=unit_of(subject).rsplit(".", 1)[-1],
-        cause="the run did not end, so nothing behind this place was seen",
+        cause=f"the run broke off, so the rest of it was not seen; look at {after}",
         message=message,
-        evidence=(f"runs lost: {', '.join(runs)}", f"last tap before it: {last or 'none was recorded'}"),
+        evidence=(f"runs lost: {', '.join(runs)}",) if runs else (),
         reproduce=reproduce,
     )

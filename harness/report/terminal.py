@@ -174,6 +174,8 @@ def final(results: Results, run_dir: Path | None = None) -> RenderableType:
     refused = results.first_refused
     if refused is not None:
         lines += _failure_lines(refused)
+        others = [s for s in results.stages if s is not refused and s.findings]
+        lines += [Text(f"{s.name}: first divergent tap: {words.place(s.findings[0])}") for s in others]
     lines += [Text(f"not covered: {sentence}", style="dim") for sentence in results.scope.not_covered]
     if run_dir is not None:
         page = run_dir / (words.FILES.get(refused.name, "summary.md") if refused is not None else "summary.md")

@@ -55,7 +55,8 @@ def where_text(measurement: Measurement | None) -> str:
         k: v for k, v in measurement.where.items()
         if k not in _SELECTORS and v is not None and _USUAL.get(k) != v
     }  # fmt: skip
-    return f"{measurement.subject} ({pairs(shown)})" if shown else measurement.subject
+    subject = "the whole run" if measurement.subject == "*" else measurement.subject
+    return f"{subject} ({pairs(shown)})" if shown else subject
 
 
 def usage(verdict: Verdict) -> float:
@@ -110,7 +111,7 @@ def first_place(stage: StageReport) -> str:
 def place(finding: Finding) -> str:
     """Return a finding's tap, with the port's module where it is called otherwise."""
     own = f" (in the port: {finding.module})" if finding.module and finding.module != finding.tap else ""
-    return f"{finding.tap}{own}"
+    return f"{'the whole run' if finding.tap == '*' else finding.tap}{own}"
 
 
 def stage_sentence(stage: StageReport) -> str:

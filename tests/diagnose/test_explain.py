@@ -100,7 +100,14 @@ def test_wrong_inputs_come_first():
         ([pair("layers.1.attn.q", level=3, where={"slice": "position", "position": "8-15"})], "only some positions"),
         ([pair("layers.1.attn.q", level=3, where={"slice": "channel", "channel": 3})], "some channels only"),
         ([pair("layers.1.attn.q", 80.0, level=3)], "wrong in the whole unit"),
-        ([pair("layers.1.attn.q.in", 3.0, level=3)], "in the glue in front of it"),
+        (
+            [
+                pair("layers.1.attn.q", 9.0, level=3),
+                pair("layers.1.attn.q", 24.0, level=3, where={"slice": "head", "head": 3}),
+            ],
+            "off by more than rounding in the whole unit (error 9 times the floor's), mostly head 3",
+        ),
+        ([pair("layers.1.attn.q.in", 3.0, level=3)], "in the glue in front of it (error 3"),
         ([pair("layers.1.attn.q", math.nan, level=3)], "not a finite number"),
         ([pair("layers.1.attn.q", level=3, where={"phase": "decode"})], "only in decode"),
         ([pair("layers.1.attn.q", level=3, where={"phase": "slot"})], "used before"),
@@ -110,7 +117,7 @@ def test_wrong_inputs_come_first():
         ([pair("layers.1.moe.router.topk", metric="decision_margin_z", level=3)], "other items are chosen"),
         (
             [pair("layers.1.attn", None, problem="missing", detail={"message": "not recorded"})],
-            "promised but not shown",
+            "does not show it",
         ),
         ([pair("layers.1.attn", None, problem="no_signal", detail={"message": "zero"})], "no signal"),
     ],
@@ -149,7 +156,17 @@ def test_a_lost_run_is_one_finding_at_its_last_tap():
     pairs = [pair(t, None, problem="error", detail=detail) for t in ("embed", "layers.0", "layers.1", "logits")]
     (finding,) = found(*pairs)
     assert (finding.tap, finding.message) == ("layers.1.attn", "the port: crash: signal 11")
-    assert "did not end" in finding.cause
+    assert "broke off" in finding.cause
+
+
+def test_runs_that_never_started_are_told_with_the_crash():
+    """After a crash, the runs that were not started and what lacks their traces are consequences, not places."""
+    crash = pair("layers.0", None, problem="error", run="a", detail={"message": "crash", "last_tap": "layers.0"})
+    later = pair("embed", None, problem="error", run="b", detail={"message": "not run", "last_tap": ""})
+    lacking = pair("logits", None, metric="greedy_margin_z", problem="error", detail={"message": "no trace"})
+    (finding,) = found(crash, later, lacking)
+    assert finding.tap == "layers.0"
+    assert finding.evidence == ("runs lost: a", "therefore not measured: b")
 
 
 def test_reported_criteria_lead_to_findings_only_alone():
