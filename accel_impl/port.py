@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from harness.types import Case, Facts, Layout, Scope, Setup
 
 OPTIONS = {"ops": "custom", "compile": "off", "slots": "8", "pages": "1024", "visit": "forward", "poison": "0"}
 """Options of the SPEC and their defaults."""
+HARNESS_OPTIONS = ("dtype", "device", "backend")
+"""Keys that may stand beside them and are meant for the harness."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LAYOUTS = (Layout(), Layout(tp=2), Layout(ep=2), Layout(pp=2))
 """Layouts that are claimed: all fit a world of two. Others (tp2xep2, tp2xpp2) run too."""
@@ -181,7 +183,9 @@ class AccelAdapter:
         """Prefill, then decode greedily over the paged cache."""
         return [token for token, _ in self.stream(inputs, max_new_tokens, record)]
 
-    def stream(self, inputs: Inputs, max_new_tokens: int, record: Recorder) -> Iterator[tuple[int, Tensor]]:
+    def stream(
+        self, inputs: Inputs, max_new_tokens: int, record: Recorder
+    ) -> Generator[tuple[int, Tensor], None, None]:
         """Yield greedy ids with the logits [vocabulary] that each was chosen from; end after an end-of-sequence id."""
         if self.place.idle or max_new_tokens < 1:
             return
@@ -308,12 +312,14 @@ def _appended(inputs: Inputs, token: int) -> Inputs:
 
 def _options(given: Mapping[str, str]) -> dict[str, str]:
     for key in given:
-        if key not in OPTIONS and key not in ("dtype", "device", "threads"):
+        if key not in OPTIONS and key not in HARNESS_OPTIONS:
             raise SpecError(f"option {key!r} is not known to builtin:accel{nearest(key, list(OPTIONS))}")
     return {**OPTIONS, **{k: v for k, v in given.items() if k in OPTIONS}}
 
 
 def _dtype(setup: Setup) -> torch.dtype:
+    if setup.device != "cpu":
+        raise SpecError(f"device: builtin:accel runs on cpu, found {setup.device!r}")
     if setup.dtype not in DTYPES:
         raise SpecError(f"dtype: builtin:accel runs in {', '.join(DTYPES)}, found {setup.dtype!r}")
     return DTYPES[setup.dtype]
