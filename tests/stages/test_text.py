@@ -1,0 +1,157 @@
+"""The text stage: what it plans, and what it makes of greedy tokens and of runs with and without taps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from harness.cases import ModelInfo
+from harness.stages import StageContext, StageView, text
+from harness.types import Failure, Measurement, Run, Scope, Setup, Tap, Trace
+
+INFO = ModelInfo(path="m", config={}, vocab_size=50, layers=2, max_length_tokens=512)
+
+
+def context(*capabilities: str, info: ModelInfo = INFO, profile: str = "quick", **scope: Any) -> StageContext:
+    return StageContext(
+        info=info, scope=Scope(**scope), capabilities=frozenset(capabilities), profile=profile, dtype="bfloat16",
+        reference_capabilities=frozenset(capabilities),
+    )  # fmt: skip
+
+
+def by_id(runs: list[Run]) -> dict[str, Run]:
+    assert len({r.id for r in runs}) == len(runs)
+    return {r.id: r for r in runs}
+
+
+def test_replays_come_after_the_run_they_replay_and_isolate_three_levels() -> None:
+    """Every replay names an earlier free run of its own case; layers and leaves are replayed with pinned decisions."""
+    for profile in ("quick", "full"):
+        runs = text.plan(context("phases", profile=profile))
+        seen: dict[str, Run] = {}
+        for run in runs:
+            if run.pin:
+                assert seen[run.pin].case == run.case
+                assert seen[run.pin].level == 0
+            seen[run.id] = run
+        levels = {run.level: run.pin_decisions for run in runs if run.kind == "forward"}
+        assert levels == {0: False, 1: True, 2: False, 3: True}
+
+
+@pytest.mark.parametrize("length", [512, 40, 12])
+def test_phases_walk_the_whole_prompt_once(length: int) -> None:
+    """Spans are consecutive and end with the prompt, decode takes single steps, a second request follows another."""
+    info = ModelInfo(path="m", config={}, vocab_size=50, layers=2, max_length_tokens=length)
+    runs = by_id(text.plan(context("phases", info=info)))
+    for name in ("chunked", "decode", "second"):
+        run = runs[f"text/{name}"]
+        tokens = len(run.case.token_ids)
+        assert [a for a, _ in run.steps] == [0, *(b for _, b in run.steps[:-1])]
+        assert run.steps[-1][1] == tokens <= length
+        assert run.options["phase"] == name
+        assert run.level == 1
+    decode = runs["text/decode"]
+    assert all(b - a == 1 for a, b in decode.steps[1:])
+    assert decode.options["compare_from"] == decode.steps[0][1]
+    before = runs["text/second"].before
+    assert before
+    assert before != runs["text/second"].case.token_ids[: len(before)]
+
+
+def test_a_port_without_phases_is_not_asked_for_them() -> None:
+    """Without the capability there are whole prefills only."""
+    assert {r.kind for r in text.plan(context())} == {"forward", "generate"}
+
+
+def test_a_port_that_cannot_be_replayed_gives_the_values_itself() -> None:
+    """With `replay` out of scope, the reference is replayed on the port's own values."""
+    assert {r.pin_role for r in text.plan(context("phases", replay=False)) if r.level} == {"accel"}
+
+
+def test_the_quick_prompt_is_prime_and_generation_fits() -> None:
+    """No chunk, page or tile ends with the prompt; prompt and continuation stay within the claimed length."""
+    runs = by_id(text.plan(context("phases", max_length_tokens=30)))
+    case = runs["text/generate"].case
+    assert len(case.token_ids) + case.max_new_tokens <= 30
+    length = len(by_id(text.plan(context()))["text/free"].case.token_ids)
+    assert all(length % k for k in range(2, length))
+
+
+def traced(run: Run, logits: torch.Tensor | None, role: str = "accel", **facts: Any) -> Trace:
+    tensors = {} if logits is None else {"logits": logits[None]}
+    taps = {n: Tap(name=n, kind="logits", dims=("batch", "token", "vocab")) for n in tensors}
+    setup = Setup(side="accel", role=role, adapter="synthetic")
+    return Trace(setup=setup, run=run, taps=taps, tensors=tensors, facts=facts)
+
+
+def measured(traces: Mapping[tuple[str, str], Trace | Failure], metric: str) -> Measurement:
+    view = StageView(context=context(), runs=text.plan(context()), trace=lambda role, run: traces.get((role, run)))
+    (found,) = (m for m in text.measure(view) if m.metric == metric)
+    return found
+
+
+def normal(rows: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, 50, generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(actual: list[int], noise: float = 0.01) -> Measurement:
+    run = by_id(text.plan(context()))["text/generate"]
+    logits = normal(23 + 4, 0)
+    logits[22:26] = 0
+    for row, (best, second, gap) in enumerate([(7, 1, 3.0), (8, 2, 0.02), (9, 3, 3.0), (10, 4, 3.0)]):
+        logits[22 + row, best], logits[22 + row, second] = 10.0, 10.0 - gap
+    return measured(
+        {
+            ("oracle", run.id): traced(run, logits, "oracle", token_ids=[7, 8, 9, 10]),
+            ("floor", run.id): traced(run, logits + noise * normal(27, 1), "floor", token_ids=[7, 8, 9, 10]),
+            ("accel", run.id): traced(run, None, token_ids=actual),
+        },
+        "greedy_margin_z",
+    )
+
+
+def test_greedy_tokens_may_leave_the_oracle_at_a_near_tie_only() -> None:
+    """The same tokens are z 0; another token at a gap of two standard errors is z 2; at a clear choice far more."""
+    assert greedy([7, 8, 9, 10]).value == 0.0
+    tie = greedy([7, 2, 30, 31])
+    assert tie.value == pytest.approx(2.0, rel=0.1)
+    assert tie.detail["agreeing_tokens"] == 1
+    assert greedy([1, 8, 9, 10]).value > 100
+    assert greedy([7, 8]).value == float("inf")
+
+
+def observed(change: float, spread: float) -> Measurement:
+    runs = by_id(text.plan(context()))
+    logits = normal(61, 0)
+    return measured(
+        {
+            ("accel", "text/free"): traced(runs["text/free"], logits + change),
+            ("accel", "text/plain"): traced(runs["text/plain"], logits),
+            ("accel", "text/plain2"): traced(runs["text/plain2"], logits + spread),
+        },
+        "taps_change_logits",
+    )
+
+
+def test_taps_may_not_change_logits_beyond_the_ports_own_spread() -> None:
+    """Two equal runs without taps ask for equality with taps; where they differ, taps may differ as much."""
+    assert observed(0.0, 0.0).value == 0
+    assert observed(0.25, 0.0).value == 61 * 50
+    assert observed(0.25, 0.5).value == 0
+
+
+def test_nan_logits_are_not_unchanged() -> None:
+    """A run without taps that gives NaN proves nothing about taps."""
+    assert observed(0.0, float("nan")).value > 0
+
+
+def test_runs_that_failed_are_measured_as_problems() -> None:
+    """A crash of any run leaves a problem with its message in every metric that it promised."""
+    runs = text.plan(context())
+    failures = {("accel", r.id): Failure(run=r.id, kind="crash", message="SIGSEGV") for r in runs}
+    oracles = {("oracle", r.id): traced(r, normal(61, 0), "oracle", token_ids=[1]) for r in runs if r.observe}
+    view = StageView(context=context(), runs=runs, trace=lambda role, run: {**failures, **oracles}.get((role, run)))
+    found = text.measure(view)
+    assert {m.metric for m in found} >= {"error_ratio", "logits_kl_ratio", "greedy_margin_z", "taps_change_logits"}
+    assert all(m.problem and "SIGSEGV" in m.detail["message"] for m in found)
