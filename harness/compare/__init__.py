@@ -1,5 +1,5 @@
 """Traces of oracle, floors and accel -> measurements. Knows taps and metrics; must not know limits, files or stages."""
 
-from harness.compare.run import compare_run, is_mandatory
+from harness.compare.run import compare_run, execution_order, is_mandatory
 
-__all__ = ["compare_run", "is_mandatory"]
+__all__ = ["compare_run", "execution_order", "is_mandatory"]

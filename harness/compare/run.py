@@ -38,18 +38,20 @@ def compare_run(
     accel: Trace | Failure | None,
     scope: Scope,
     dtype: str,
+    places: Mapping[str, int] | None = None,
 ) -> list[Measurement]:
     """Measure one run against the oracle. Whatever was promised and is not there becomes a measurement with a problem.
 
     A free run (level 0) gives accumulated ratios and logits; a replay at level L gives error ratios of the taps that L
     isolates, and judges decisions. `dtype` is the port's precision. `run.options`: `phase` (a label), `compare_from`
-    (first token judged), `buckets` (position buckets).
+    (first token judged), `buckets` (position buckets). `places` is the execution order to report in, so that runs which
+    keep different taps agree on which place is first; by default the oracle's own in this run.
     """
     if not isinstance(oracle, Trace):
         return _lost(stage, run, oracle, "the oracle")
     if not isinstance(accel, Trace):
-        return _lost(stage, run, accel, "the port", oracle=oracle, scope=scope)
-    order = {name: i for i, name in enumerate(oracle.taps)}
+        return _lost(stage, run, accel, "the port", oracle=oracle, scope=scope, places=places)
+    order = execution_order(oracle, places)
     scene = Scene(stage=stage, run=run, oracle=oracle, floors=floors, accel=accel, dtype=dtype, order=order)
     decisions = decisions_of(scene)
     found: list[Measurement] = []
@@ -68,6 +70,16 @@ def compare_run(
         detail = {"taps": unseen[:50]}
         found.append(measured(stage, run, "unseen_taps", len(unseen), subject=run.id, n=len(order), detail=detail))
     return found
+
+
+def execution_order(oracle: Trace, places: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Return each tap's place in execution order; one that `places` does not know stands with the tap before it."""
+    order: dict[str, int] = {}
+    last = 0
+    for i, name in enumerate(oracle.taps):
+        last = i if places is None else places.get(name, last)
+        order[name] = last
+    return order
 
 
 def _isolated(run: Run, tap: Tap) -> bool:
@@ -251,6 +263,7 @@ def _lost(
     *,
     oracle: Trace | None = None,
     scope: Scope | None = None,
+    places: Mapping[str, int] | None = None,
 ) -> list[Measurement]:
     """Measure a run that did not end as missing: tap by tap where the promised taps are known."""
     assert not isinstance(side, Trace)
@@ -259,11 +272,12 @@ def _lost(
     if oracle is None or scope is None:
         metrics = ("error_ratio",) if run.level else ("accumulated_ratio", "logits_kl_ratio", "exact_mismatches")
         return [measured(stage, run, m, None, subject="*", problem="error", detail=detail) for m in metrics]
+    order = execution_order(oracle, places)
     return [
         measured(
-            stage, run, _promised(run, tap), None, subject=name, order=place, kind=tap.kind, problem="error",
+            stage, run, _promised(run, tap), None, subject=name, order=order[name], kind=tap.kind, problem="error",
             detail=detail,
         )
-        for place, (name, tap) in enumerate(oracle.taps.items())
+        for name, tap in oracle.taps.items()
         if is_mandatory(tap) and _isolated(run, tap) and not _unobservable(name, scope)
     ]  # fmt: skip

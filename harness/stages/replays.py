@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from harness.compare import compare_run
+from harness.compare import compare_run, execution_order
 from harness.stages import FLOORS, StageContext, StageView
 from harness.types import Case, Measurement, Run, Trace
 
@@ -75,6 +75,9 @@ def pin_role(context: StageContext) -> str:
 def measure_runs(view: StageView, stage: str, runs: Iterable[Run]) -> list[Measurement]:
     """Compare observed runs of kinds forward and steps with the oracle, tap by tap."""
     found: list[Measurement] = []
+    runs = list(runs)
+    whole = [t for run in runs if run.kind == "forward" and isinstance(t := view.trace("oracle", run.id), Trace)]
+    places = execution_order(max(whole, key=lambda t: len(t.taps))) if whole else None
     for run in runs:
         if run.kind in ("forward", "steps") and run.observe:
             floors = [t for key in FLOORS if isinstance(t := view.trace(key, run.id), Trace)]
@@ -86,6 +89,7 @@ def measure_runs(view: StageView, stage: str, runs: Iterable[Run]) -> list[Measu
                 accel=view.trace("accel", run.id),
                 scope=view.context.scope,
                 dtype=view.context.dtype,
+                places=places,
             )
     return found
 

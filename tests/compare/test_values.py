@@ -6,6 +6,7 @@ import pytest
 import torch
 from traces import TOKENS, WIDTH, compare, hidden, noisy, run_of, trace, value
 
+from harness.compare import execution_order
 from harness.types import Failure, Scope
 
 ORACLE = {"embed": hidden(0), "layers.0": hidden(1), "layers.1": hidden(2), "logits": hidden(3)}
@@ -232,3 +233,12 @@ def test_masks_are_compared_by_what_they_allow() -> None:
     added[4, 5] = 0
     found = compare({"layers.0.attn.mask": added}, {"layers.0.attn.mask": allowed}, run, dims=dims)
     assert value(found, "exact_mismatches").value == 1
+
+
+def test_runs_that_keep_other_taps_agree_on_what_comes_first() -> None:
+    """A place in execution order does not depend on which other taps a run keeps."""
+    oracle = {"embed": hidden(0), "layers.0.attn": hidden(5), "layers.0": hidden(1)}
+    places = execution_order(trace(oracle, run_of(0)))
+    few = trace({"layers.0": oracle["layers.0"], "extra": hidden(6)}, run_of(1))
+    assert execution_order(few, places) == {"layers.0": 2, "extra": 2}
+    assert execution_order(few) == {"layers.0": 0, "extra": 1}
