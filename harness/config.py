@@ -6,21 +6,15 @@ unknown key is an error that names the nearest valid one and, for a file, the li
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
-from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from harness.configfile import Where, check_keys, parse_set, query_dtype, read_file
 from harness.errors import ConfigError, UsageError, nearest
 from harness.types import STAGES, Layout, Scope, as_json, digest_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 DEFAULT_FILE = Path("day0.toml")
 FEATURES = (
@@ -40,7 +34,7 @@ FEATURES = (
 """What `--require` may name besides stages."""
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-_OPAQUE = ("serve:", "openai:", "traces:")  # a `?` in these belongs to the command, the address or the folder
+_NOT_SECTIONS = ("file", "words")
 _DIGESTED_RUN_KEYS = ("profile", "require")
 
 
@@ -157,7 +151,7 @@ class WatchdogSection(_Section):
 
 
 class Config(_Section):
-    """Everything the user said. `file` is where it was read, for messages and reproduction; None without one."""
+    """Everything the user said. `file` is where it was read; `words` are the flags to type again."""
 
     run: RunSection = RunSection()
     reference: ReferenceSection = ReferenceSection()
@@ -165,6 +159,7 @@ class Config(_Section):
     scope: ScopeSection = ScopeSection()
     watchdog: WatchdogSection = WatchdogSection()
     file: Path | None = None
+    words: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -195,114 +190,44 @@ def load_config(
         file = DEFAULT_FILE
     origins: dict[tuple[str, ...], str] = {}
     data: dict[str, Any] = {}
+    known = _known_keys()
     if file is not None:
-        text = _read(file)
-        from_file = _parse(text, file)
-        _check_keys(from_file, lambda path: _where(text, path, file))
-        _anchor(from_file, file.parent)
-        _merge(data, from_file, origins, lambda path: _where(text, path, file))
+        from_file, where = read_file(file, known)
+        _merge(data, from_file, origins, where)
     for dotted, value in (flags or {}).items():
         if value is not None:
             _put(data, dotted.split("."), value, origins, _flag_name(dotted))
     for item in sets:
-        path, value = _parse_set(item)
-        _check_keys(_nest(path, value), lambda _, origin=f"--set {item}": origin)
+        path, value = parse_set(item)
+        check_keys(_nest(path, value), known, _always(f"--set {item}"))
         _put(data, path, value, origins, f"--set {item}")
     _complete_sides(data, sides)
     try:
-        return Config.model_validate({**data, "file": file})
+        return Config.model_validate({**data, "file": file, "words": _words_again(flags or {}, sets)})
     except ValidationError as error:
         raise ConfigError(_explain(error, origins)) from None
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"no configuration file at {file}; `day0 init` writes one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"expected a readable UTF-8 TOML file at {file}, found: {error}") from None
+def _known_keys() -> dict[str, list[str]]:
+    """Return the keys by section."""
+    sections = {n: f.annotation for n, f in Config.model_fields.items() if n not in _NOT_SECTIONS}
+    return {name: list(cast("type[_Section]", section).model_fields) for name, section in sections.items()}
 
 
-def _parse(text: str, file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} is not valid TOML: {error}") from None
-
-
-def _section_models() -> dict[str, type[_Section]]:
-    return {n: cast("type[_Section]", f.annotation) for n, f in Config.model_fields.items() if n != "file"}
-
-
-def _check_keys(data: Mapping[str, Any], where: Any) -> None:
-    """Raise ConfigError on the first section or key that does not exist."""
-    models = _section_models()
-    for section, content in data.items():
-        if section not in models:
-            hint = _section_hint(section, models)
-            raise ConfigError(f"{where((section,))}: unknown section {section!r}{hint}")
-        if not isinstance(content, Mapping):
-            raise ConfigError(
-                f"{where((section,))}: expected a table [{section}], found {content!r}; put its keys below it"
-            )
-        for key in content:
-            if key not in models[section].model_fields:
-                hint = nearest(key, list(models[section].model_fields))
-                raise ConfigError(f"{where((section, key))}: unknown key {key!r} in [{section}]{hint}")
-
-
-def _section_hint(word: str, models: Mapping[str, type[_Section]]) -> str:
-    """Name the section that has a key of this name, else the nearest section."""
-    owners = [f"{s}.{word}" for s, m in models.items() if word in m.model_fields]
-    return f" (did you mean {owners[0]!r}?)" if owners else nearest(word, list(models))
-
-
-def _where(text: str, path: tuple[str, ...], file: Path) -> str:
-    """Return `file:line` of a key as well as a line scan can tell."""
-    section = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        bare = line.strip()
-        if bare.startswith("["):
-            section = bare.strip("[]").split("#")[0].strip().strip("]")
-            if path == (section,) or (len(path) == 1 and section.split(".")[0] == path[0]):
-                return f"{file}:{number}"
-            if len(path) > 1 and section.split(".")[:2] == list(path[:2]):
-                return f"{file}:{number}"
-            continue
-        key = bare.split("=")[0].strip().strip("\"'")
-        if "=" in bare and (
-            ".".join(path) == (f"{section}.{key}" if section else key) or (not section and key.split(".")[0] == path[0])
-        ):
-            return f"{file}:{number}"
-    return str(file)
-
-
-def _anchor(data: dict[str, Any], folder: Path) -> None:
-    """Make relative paths of a file relative to its folder."""
-    run = data.get("run", {})
-    for key in ("out", "after", "goldens", "checklists"):
-        if isinstance(run.get(key), str):
-            run[key] = str(folder / run[key])
-    for side in ("reference", "accel"):
-        spec = data.get(side, {}).get("spec")
-        if isinstance(spec, str):
-            data[side]["spec"] = _anchor_spec(spec, folder)
-
-
-def _anchor_spec(spec: str, folder: Path) -> str:
-    for prefix in ("hf:", "traces:"):
-        if spec.startswith(prefix):
-            return prefix + str(folder / spec[len(prefix) :])
-    name = spec.split(":")[0]
-    return str(folder / spec) if name.endswith(".py") else spec
-
-
-def _merge(data: dict[str, Any], new: Mapping[str, Any], origins: dict[tuple[str, ...], str], where: Any) -> None:
+def _merge(data: dict[str, Any], new: Mapping[str, Any], origins: dict[tuple[str, ...], str], where: Where) -> None:
     for section, content in new.items():
         data.setdefault(section, {}).update(content)
         for key in content:
             origins[(section, key)] = where((section, key))
+
+
+def _words_again(flags: Mapping[str, Any], sets: Sequence[str]) -> list[str]:
+    """Return the flags that a reproduction needs: not where a run writes, nor which stages or how it goes on."""
+    again = []
+    for dotted, value in flags.items():
+        if value is not None and dotted.split(".")[1] in ("spec", "profile", "require", "goldens", "checklists"):
+            again += [_flag_name(dotted), str(value)]
+    return again + [word for item in sets for word in ("--set", item)]
 
 
 def _flag_name(dotted: str) -> str:
@@ -322,38 +247,28 @@ def _put(
     origins[tuple(path[:2])] = origin
 
 
+def _always(place: str) -> Where:
+    return lambda _: place
+
+
 def _nest(path: Sequence[str], value: Any) -> dict[str, Any]:
     for key in reversed(path):
         value = {key: value}
     return cast("dict[str, Any]", value)
 
 
-def _parse_set(item: str) -> tuple[list[str], Any]:
-    """Split `section.key=value`; the value is TOML where it parses as TOML, else the bare string."""
-    dotted, equals, text = item.partition("=")
-    path = [p.strip() for p in dotted.split(".", 2)]
-    if not equals or len(path) < 2 or not all(path):
-        raise ConfigError(f"expected --set section.key=value, found --set {item}")
-    free = len(path) == 3 or path[-1] in ("spec", "python", "out")
-    if free:
-        return path, text.strip("\"'") if text[:1] in "\"'" else text
-    try:
-        return path, tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return path, text
-
-
 def _complete_sides(data: dict[str, Any], sides: tuple[str, ...]) -> None:
     """Fill the precision from the SPEC's query; refuse a foreign reference without a port."""
     reference, accel = data.get("reference", {}).get("spec"), data.get("accel", {}).get("spec")
-    if "accel" in sides and reference is not None and not reference.startswith("builtin:") and accel is None:
+    foreign = isinstance(reference, str) and not reference.startswith("builtin:")
+    if "accel" in sides and foreign and accel is None:
         raise UsageError(
             f"the reference is {reference}, but no port was named; add --accel SPEC"
             " (for a first try, the same SPEC with ?dtype=bfloat16)"
         )
     for side in ("reference", "accel"):
         section = data.get(side, {})
-        asked = _query_dtype(section.get("spec") or "")
+        asked = query_dtype(str(section.get("spec") or ""))
         if asked is None:
             continue
         if section.get("dtype") not in (None, asked):
@@ -362,12 +277,6 @@ def _complete_sides(data: dict[str, Any], sides: tuple[str, ...]) -> None:
                 " keep one of them"
             )
         section["dtype"] = asked
-
-
-def _query_dtype(spec: str) -> str | None:
-    if spec.startswith(_OPAQUE) or "?" not in spec:
-        return None
-    return dict(parse_qsl(spec.partition("?")[2], keep_blank_values=True)).get("dtype")
 
 
 def _explain(error: ValidationError, origins: Mapping[tuple[str, ...], str]) -> str:

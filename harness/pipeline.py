@@ -138,9 +138,7 @@ def reproduce(config: Config, stage: str = "") -> str:
     """Return the command that repeats a run, or one stage of it."""
     words = ["day0", "verify", "--stage", stage or ",".join(config.run.stage)]
     words += ["--config", str(config.file)] if config.file else []
-    if config.file is None:
-        words += ["--reference", config.reference.spec, "--accel", config.accel.spec]
-    words += ["--profile", "full"] if config.run.profile == "full" else []
+    words += config.words
     return shlex.join(words)
 
 

@@ -104,7 +104,7 @@ class LiveDisplay:
     def __init__(self, console: Console, stages: Sequence[str] = STAGES, run_dir: Path | None = None) -> None:
         self.console, self.stages, self.run_dir = console, tuple(stages), run_dir
         self._done: dict[str, StageResult] = {}
-        self._current, self._progress, self._note = "", "", ""
+        self._current, self._progress, self._note = "", "", "starting both sides"
         self._live = Live(self._table(), console=console, refresh_per_second=6, transient=True)
         self._live.start()
 
@@ -128,7 +128,7 @@ class LiveDisplay:
 
     def stage_started(self, name: str) -> None:
         """Mark the stage as running."""
-        self._current, self._progress = name, ""
+        self._current, self._progress, self._note = name, "", ""
         self._refresh()
 
     def run_started(self, role: str, run_id: str, i: int, n: int) -> None:

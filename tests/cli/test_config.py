@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -114,7 +115,7 @@ def test_a_wrong_set_says_what(item, message):
 def test_a_missing_file_is_named():
     """A configuration file that is not there is a mistake, not a default."""
     with pytest.raises(ConfigError, match=r"no configuration file at nowhere\.toml"):
-        load_config("nowhere.toml" and __import__("pathlib").Path("nowhere.toml"))
+        load_config(Path("nowhere.toml"))
 
 
 def test_sets_take_toml_and_bare_words():
@@ -164,6 +165,19 @@ def test_digest_follows_what_is_measured():
         assert load_config(sets=[item]).digest != base, item
     for item in ("run.out=x", "run.resume=true", "run.stage=load", "watchdog.run_s=5", "run.keep_going=true"):
         assert load_config(sets=[item]).digest == base, item
+
+
+def test_a_value_of_another_type_is_named(tmp_path):
+    """A SPEC that is no text is a mistake with its line, not an error inside."""
+    with pytest.raises(ConfigError, match=r"day0\.toml:2: \[reference\] spec: .*string, found 5"):
+        load_config(written(tmp_path, "[reference]\nspec = 5\n"))
+
+
+def test_words_to_type_again():
+    """The flags that a reproduction needs are kept as typed; where and how a run goes on is left out."""
+    flags = {"accel.spec": "port.py:f", "run.out": "x", "run.stage": "text", "run.profile": "full", "run.resume": True}
+    config = load_config(flags=flags, sets=["scope.image=false"])
+    assert config.words == ("--accel", "port.py:f", "--profile", "full", "--set", "scope.image=false")
 
 
 def test_scope_narrows_the_claim():

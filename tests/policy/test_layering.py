@@ -11,6 +11,7 @@ ROWS = (
     {"evidence"},
     {"plan"},
     {"config", "report", "scaffold", "doctor", "schedule"},
+    {"configfile"},
     {"stages", "diagnose"},
     {"worker", "world"},
     {"record", "ranks"},
