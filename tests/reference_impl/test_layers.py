@@ -62,6 +62,7 @@ def test_norms_compute_above_the_input_precision():
 
 def test_ties_go_to_the_lower_index_and_choices_ascend():
     """Of equal scores the earlier is taken, and choices come in ascending order whatever their scores."""
+    assert top_indices(torch.zeros(1, 3000), 5).tolist() == [[0, 1, 2, 3, 4]]
     scores = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 3.0], [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]])
     assert top_indices(scores, 4).tolist() == [[1, 2, 3, 5], [0, 1, 2, 3]]
 
