@@ -178,7 +178,7 @@ def _by_name(audit: _Audit, fact: WeightFact, held: Tensor, source: str, certain
     """Compare with the tensor of that name. Returns the fact, and whether no search by content is needed."""
     logical = audit.logicals[source]
     try:
-        expected = decode(audit.checkpoint, logical)
+        expected = decode(audit.checkpoint, logical, widen=False)
     except CheckpointError as error:
         audit.errors[source] = str(error)
         return dataclasses.replace(fact, match="none", source=source), True

@@ -98,9 +98,12 @@ def explain(
     vectors: dict[str, Tensor] = {}
     _collect(checkpoint, first, parts, vectors, errors)
     tables = {k: RowTable.build(v) for k, v in parts.items()}
-    if second and any(_best(p, tables)[1] for p in pending):
-        _collect(checkpoint, second, parts, vectors, errors)
-        tables = {k: RowTable.build(v) for k, v in parts.items()}
+    for more in _second_thoughts(pending, second):
+        open_keys = set().union(*(p.keys() for p in pending if _best(p, tables)[1]))
+        if not open_keys:
+            break
+        _collect(checkpoint, more, {k: parts[k] for k in open_keys}, vectors, errors)
+        tables |= {k: RowTable.build(parts[k]) for k in open_keys}
     marks = {k: np.zeros(len(t.hashes), dtype=bool) for k, t in tables.items()}
     result = Explained()
     for item in pending:
@@ -117,6 +120,12 @@ def explain(
     for key, table in tables.items():
         _count_hits(table, marks[key], result.hits)
     return result
+
+
+def _second_thoughts(pending: Sequence[Pending], second: Sequence[Logical]) -> list[list[Logical]]:
+    """Order what is used already: whole copies (a tied head) are likely and cheap to look for, the rest comes after."""
+    shapes = {p.shape for p in pending}
+    return [[x for x in second if (x.shape in shapes) is likely] for likely in (True, False)]
 
 
 def _count_hits(table: RowTable, mark: NDArray[np.bool_], hits: dict[str, tuple[int, int]]) -> None:
@@ -151,7 +160,7 @@ def _collect(
 
 def _sources(checkpoint: Checkpoint, logical: Logical, wanted: set[torch.dtype]) -> Iterator[tuple[str, Tensor]]:
     """Yield a weight decoded, and its stored parts where memory holds something of that very type."""
-    value = decode(checkpoint, logical)
+    value = decode(checkpoint, logical, widen=False)
     yield logical.name, value.reshape(1) if value.dim() == 0 else value
     if logical.quantised:
         for name in logical.parts.values():

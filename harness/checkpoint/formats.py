@@ -89,10 +89,10 @@ def format_problems(checkpoint: Checkpoint) -> list[Problem]:
     return result
 
 
-def decode(checkpoint: Checkpoint, logical: Logical) -> Tensor:
+def decode(checkpoint: Checkpoint, logical: Logical, *, widen: bool = True) -> Tensor:
     """Decode one weight: float32 for quantised ones, the stored values (widened to float32) for plain floats.
 
-    Integers and booleans keep their type; F64 keeps its width.
+    Integers and booleans keep their type; F64 keeps its width. `widen` False leaves plain floats as stored.
 
     Raises:
         CheckpointError: a scale is missing or does not fit, or bytes are missing.
@@ -102,7 +102,7 @@ def decode(checkpoint: Checkpoint, logical: Logical) -> Tensor:
     part = {role: checkpoint.read(name) for role, name in logical.parts.items()}
     weight, scale, options = part["weight"], part.get("scale"), logical.options
     if logical.format == "plain" or scale is None:
-        return weight.to(torch.float32) if logical.dtype in FLOATS - {"F64"} else weight
+        return weight.to(torch.float32) if widen and logical.dtype in FLOATS - {"F64"} else weight
     if logical.format == "fp8_block":
         return dec.decode_fp8_block(weight, scale, options["block"])
     if logical.format == "fp8_channel":

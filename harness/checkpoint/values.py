@@ -84,9 +84,11 @@ def _elementwise(actual: Tensor, expected: Tensor, slack: int, *, how: str) -> D
             else actual.to(expected.dtype) != expected
         )
         return Difference(how=how, mismatches=int(wrong.sum()))
-    small = actual.element_size() == 1
+    small = actual.element_size() == 1  # these have no comparison of their own
     held = actual.to(torch.float32) if small else actual
     rounded = expected.to(actual.dtype).to(held.dtype)
+    if torch.equal(held, rounded):  # NaN is unequal here too
+        return Difference(how=how, mismatches=0)
     wrong = held != rounded
     count = int(wrong.sum())
     if count and slack:
