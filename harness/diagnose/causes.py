@@ -23,6 +23,15 @@ DIRECT = {
     "unfilled_parameters": "a parameter was never filled: no such tensor, a tie not applied, or a shard dropped",
     "weight_mismatches": "memory does not hold what the checkpoint says: scale, layout, permutation, order or decoder",
     "provenance_mismatches": "a parameter was filled from another tensor than the one it belongs to",
+    "undecodable_tensors": "a quantised weight lacks the scales it needs, or they have another shape",
+    "untied_heads": "the configuration ties the output head to the embedding, but memory holds something else there",
+    "stray_shards": "a file lies beside the checkpoint that its index does not name, and a loader may pick it up",
+    "lossy_weight_rel_rms_error": "a weight declared narrower is further off than a good rounding: a wrong scale",
+    "narrowed_parameters": "a parameter that the checkpoint keeps wide was narrowed in memory",
+    "unchecked_orders": "a fused weight whose order no parameter of the reference vouches for",
+    "unseen_taps": "taps of the reference that the port does not show, so nothing can be localised there",
+    "ttft_s": "the first token comes later than promised",
+    "tokens_per_s": "fewer tokens a second than promised",
     "nonfinite_weights": "a loaded weight is not finite: a wrong decoder or scale, or memory never written",
     "load_peak_over_plan": "loading holds more than the plan: whole shards or decoded copies are kept alive",
     "ready_tokens": "the process is up but cannot generate: being ready must mean one real generation",
@@ -129,6 +138,8 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
         return (
             "no unit is wrong by itself, but the error grows beyond the floor's on the way: what passes between units"
         )
+    if "error_ratio" not in metrics:
+        return f"{failing[0].metric.replace('_', ' ')}: outside what was promised"
     return _slices(tap, failing)
 
 

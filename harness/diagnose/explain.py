@@ -146,7 +146,8 @@ def _sentence(criterion: Criterion, measurement: Measurement) -> str:
     promised = f"{criterion.op} {limit_at(criterion, m.n):.4g} {m.unit}"
     at = f" at {m.where['slice']} {m.where[m.where['slice']]}" if m.where.get("slice") in m.where else ""
     token = f" at token {m.where['token']}" if not at and "token" in m.where else ""
-    return f"{head} is {m.value:.4g}{at}{token}, promised {promised}{_origin(m)}"
+    value = f"{m.value:.0f}" if m.unit == "count" else f"{m.value:.4g}"
+    return f"{head} is {value}{at}{token}, promised {promised}{_origin(m)}"
 
 
 def _origin(m: Measurement) -> str:

@@ -40,6 +40,9 @@ def step_summary(results: Results) -> str:
     refused = results.first_refused
     if refused is not None and refused.findings:
         finding = refused.findings[0]
-        lines += ["", f"First divergent tap: {code_span(finding.tap)}. {escape_text(finding.cause)}"]
+        lines += [
+            "",
+            f"{words.place_label(refused).capitalize()}: {code_span(finding.tap)}. {escape_text(finding.cause)}",
+        ]
     lines += ["", *(f"- not covered: {escape_text(sentence)}" for sentence in results.scope.not_covered), ""]
     return "\n".join(lines)

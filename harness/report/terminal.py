@@ -175,7 +175,7 @@ def final(results: Results, run_dir: Path | None = None) -> RenderableType:
     if refused is not None:
         lines += _failure_lines(refused)
         others = [s for s in results.stages if s is not refused and s.findings]
-        lines += [Text(f"{s.name}: first divergent tap: {words.place(s.findings[0])}") for s in others]
+        lines += [Text(f"{s.name}: {words.place_label(s)}: {words.place(s.findings[0])}") for s in others]
     lines += [Text(f"not covered: {sentence}", style="dim") for sentence in results.scope.not_covered]
     if run_dir is not None:
         page = run_dir / (words.FILES.get(refused.name, "summary.md") if refused is not None else "summary.md")
@@ -199,7 +199,7 @@ def _failure_lines(stage: StageReport) -> list[RenderableType]:
     if not stage.findings:
         return []
     finding = stage.findings[0]
-    lines: list[RenderableType] = [Text(f"first divergent tap: {words.place(finding)}", style="bold")]
+    lines: list[RenderableType] = [Text(f"{words.place_label(stage)}: {words.place(finding)}", style="bold")]
     if finding.cause:
         lines.append(Text(f"likely cause: {finding.cause}"))
     if finding.reproduce:

@@ -114,6 +114,11 @@ def place(finding: Finding) -> str:
     return f"{'the whole run' if finding.tap == '*' else finding.tap}{own}"
 
 
+def place_label(stage: StageReport) -> str:
+    """Return what the first place of a stage is called: weights and requests are no taps."""
+    return "first wrong place" if stage.name in ("load", "startup") else "first divergent tap"
+
+
 def stage_sentence(stage: StageReport) -> str:
     """Return the verdict on a stage as one sentence."""
     title = TITLES.get(stage.name, stage.name)

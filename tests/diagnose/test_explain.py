@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 
 from harness.diagnose import explain
-from harness.diagnose.causes import DIRECT
+from harness.diagnose.causes import ACCUMULATED, DIRECT
 from harness.metrics.names import METRICS
 from harness.types import Criterion, Measurement
 
@@ -184,6 +185,15 @@ def test_the_rest_is_counted():
     assert "7 further places" in findings[-1].evidence[-1]
 
 
-def test_every_direct_cause_names_a_known_metric():
-    """The table of causes speaks of metrics that exist."""
+def test_the_table_of_causes_is_complete():
+    """Each known metric has its own cause, or is told by its pattern; the table speaks of no other."""
+    patterns = {"error_ratio", "exact_mismatches", "decision_margin_z", "decision_flips_excess"}
     assert set(DIRECT) <= set(METRICS)
+    assert set(METRICS) - set(DIRECT) - ACCUMULATED - patterns == set()
+
+
+def test_an_unknown_metric_has_a_sentence_too():
+    """A metric without a cause of its own is named, and is not taken for rounding."""
+    criterion, measurement = pair("layers.1.attn", 5.0)
+    odd = dataclasses.replace(measurement, metric="something_new")
+    assert "something new: outside what was promised" in found((criterion, odd))[0].cause
