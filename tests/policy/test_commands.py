@@ -10,6 +10,7 @@ from source_tree import ROOT, texts
 
 from harness.cli import app
 
+COMMAND = re.compile(r"""(?:^|&& |\$ |run: )\s*day0 ((?:"[^"]*"|'[^']*'|[^#|&;>"'])+)""")
 DOCUMENTS = [p for p in texts() if p.suffix == ".md"]
 
 
@@ -25,10 +26,10 @@ def options_of() -> dict[str, set[str]]:
 
 
 def command_lines(text: str) -> list[str]:
-    """Return what follows `day0 ` in code blocks and code spans, one command each."""
+    """Return what follows `day0 ` in code blocks and code spans, one command each; continued lines are one."""
     spans = re.findall(r"```.*?```|`[^`\n]+`", text, flags=re.S)
     lines = [line for span in spans for line in re.sub(r"\\\n", " ", span).strip("`").splitlines()]
-    return [m.group(1) for line in lines for m in re.finditer(r"(?:^|&& |\$ |run: )\s*day0 ([^#|&;>]+)", line)]
+    return [m.group(1) for line in lines for m in COMMAND.finditer(line)]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
@@ -52,8 +53,8 @@ def test_documented_commands_exist(path):
 
 def test_the_readers_of_commands_see_them():
     """The reader finds commands in blocks and spans and drops comments."""
-    text = "Run `day0 doctor`.\n```\npip install . && day0 verify --stage all  # quick\n```\n"
-    assert [c.strip() for c in command_lines(text)] == ["doctor", "verify --stage all"]
+    text = "Run `day0 doctor`.\n```\npip install . && day0 verify --accel 'a?b=c&d=e'  # quick\n```\n"
+    assert [c.strip() for c in command_lines(text)] == ["doctor", "verify --accel 'a?b=c&d=e'"]
 
 
 def test_only_finished_commands_are_offered():

@@ -66,7 +66,7 @@ def test_the_summary_says_what_the_run_does_not_cover(accepted):
     assert "not checked: image" in page
     assert "- image: the checkpoint has no vision tower" in page
     assert "single, tp2" in page
-    assert "- [ ] A fallback is retained" in page
+    assert "- [ ] **A fallback is retained**" in page
     assert "not done" in page
     for digest in ("aa11", "bb22", "cc33"):
         assert digest in page
