@@ -315,9 +315,11 @@ class TraceRecorder:
         if self.pins is not None and tap in self.pins.taps and len(self.pins.taps[tap].dims) == tensor.dim():
             return self.pins.taps[tap].dims
         names, count = [f"axis{i}" for i in range(tensor.dim())], self.stop - self.start
+        if tap.startswith("vision.") and 2 <= tensor.dim() <= 3:
+            return ("row" if ".merger" in tap else "patch", *(["head"] if tensor.dim() == 3 else []), "feature")
         order = [1, 2, 3, 0] if tensor.dim() >= 3 and tensor.shape[0] == 1 else [0, 1, 2, 3]
         axis = next((a for a in order if a < tensor.dim() and tensor.shape[a] == count), None)
-        if axis is None or count == 0 or (tap.startswith("vision.") or "pixel" in tap or "grid" in tap):
+        if axis is None or count == 0 or tap.startswith(("vision.", "inputs.pixel", "inputs.image")):
             return tuple(names)
         names[axis] = "token"
         if axis >= 1 and tensor.shape[0] == 1:

@@ -27,7 +27,7 @@ from harness.adapters.structure import Structure
 
 _NOT_VALUES = re.compile(r"mask|cache|past|position_ids|cu_seqlens|seq_?len|seq_idx|grid|labels", re.IGNORECASE)
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as", "detach", "clone", "contiguous"})
-_VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "__getitem__"})
+_VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"})
 _TOPK = (torch.topk, Tensor.topk)
 
 
@@ -42,6 +42,7 @@ class Taps:
         self._stack: list[str] = []
         self._calls: dict[str, int] = {}
         self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._places: dict[tuple[Any, ...], tuple[Tensor, int, Tensor]] = {}
         self._head: Tensor | None = None
         self._signatures: dict[str, tuple[str, ...]] = {}
         self._handles: list[RemovableHandle] = []
@@ -70,6 +71,7 @@ class Taps:
             self._stack.clear()
             self._calls.clear()
             self._known.clear()
+            self._places.clear()
 
     def logits(self, logits: Tensor) -> Tensor:
         """Record the final logits; those of the output matrix too, where something came after it."""
@@ -82,7 +84,13 @@ class Taps:
     def known(self, tensor: Tensor) -> bool:
         """Say whether a tensor is a value handed out before, at most cast or reshaped, and not written into since."""
         found = self._known.get(id(tensor))
-        return found is not None and found[0] is tensor and found[1] == version_of(tensor)
+        if found is None:
+            found = self._places.get(_place(tensor)) if tensor.is_contiguous() else None
+            if found is None or found[1] != version_of(tensor):
+                return False
+            self.learn(tensor, _like(found[2], tensor) if found[2] is not found[0] else None)
+            return True
+        return found[0] is tensor and found[1] == version_of(tensor)
 
     def standing_for(self, tensor: Tensor) -> Tensor:
         """Return what a known tensor was overwritten with: the caller may still hold, and pass on, its own."""
@@ -91,9 +99,10 @@ class Taps:
     def learn(self, tensor: Tensor, instead: Tensor | None = None) -> Tensor:
         """Remember a value, and what it was overwritten with; return what to go on with."""
         result = tensor if instead is None else instead
-        self._known[id(tensor)] = (tensor, version_of(tensor), result)
-        if result is not tensor:
-            self._known[id(result)] = (result, version_of(result), result)
+        for value in (tensor, result):
+            entry = self._known[id(value)] = (value, version_of(value), result)
+            if value.is_contiguous():  # a view shares its place and its version
+                self._places.setdefault(_place(value), entry)
         return result
 
     def unit(self) -> str:
@@ -158,9 +167,10 @@ class Taps:
 
     def _after(self, name: str, output: Any) -> Any:
         unit = self._stack.pop()
-        if name == "lm_head":
-            self._head = output if isinstance(output, Tensor) else None
-            return output
+        if name == "lm_head" and isinstance(output, Tensor):
+            self._head = self.learn(output)
+        if self._head is not None:
+            return output  # what comes after the output matrix ends in the logits
         position = 0
 
         def replaced(value: Any) -> Any:
@@ -226,10 +236,9 @@ class _Watch(TorchFunctionMode):
         elif getattr(func, "__name__", "") in _CASTS | _VIEWS and isinstance(result, Tensor) and args:
             source = args[0]
             follows = result is not source and isinstance(source, Tensor) and source.numel() == result.numel()
-            sliced = func is Tensor.__getitem__  # all of it, or a rearrangement of its rows?
-            if follows and taps.known(source) and not (sliced and source.data_ptr() != result.data_ptr()):
+            if follows and taps.known(source):
                 instead = taps.standing_for(source)
-                taps.learn(result, None if instead is source else instead.reshape(result.shape).to(result.dtype))
+                taps.learn(result, None if instead is source else _like(instead, result))
         return result
 
 
@@ -243,6 +252,15 @@ class Float64Islands(TorchFunctionMode):
         args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
         return func(*args, **kwargs)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype
+
+
+def _like(instead: Tensor, alias: Tensor) -> Tensor:
+    """Bring what stands for a value to the shape and precision of an alias of it."""
+    return instead.reshape(alias.shape).to(alias.dtype)
 
 
 @contextmanager

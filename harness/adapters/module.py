@@ -224,6 +224,9 @@ class ModuleAdapter:
             if record is not silent:
                 listening = self._taps.listening(record, tokens=stop - start, decisions=self._decisions)
                 stack.enter_context(listening)
+                for value in given.values():
+                    if isinstance(value, Tensor):
+                        self._taps.learn(value)  # recorded as inputs.* already
             output = module(**given)
             logits = _logits(output)
             if logits.dim() == 2:
@@ -257,7 +260,7 @@ class ModuleAdapter:
         for first, last in spans:
             kinds[:, first:last] = 1
         extras = {
-            "pixel_values": shown.pixels.to(getattr(torch, self.setup.dtype)),
+            "pixel_values": shown.pixels,  # float32 for every precision: the same input for both sides
             "image_grid_thw": shown.grid,
             "mm_token_type_ids": kinds,
             "image_spans": torch.tensor(spans, dtype=torch.int64),
@@ -273,7 +276,7 @@ class ModuleAdapter:
             return form
 
         def rows_of(shown: Pictures) -> int:
-            pixels = shown.pixels.to(self.setup.device, getattr(torch, self.setup.dtype))
+            pixels = shown.pixels.to(self.setup.device)
             with torch.no_grad(), ExitStack() as stack:
                 if self.setup.dtype == "float64":
                     stack.enter_context(Float64Islands())
@@ -338,7 +341,15 @@ def _layers_only(name: str) -> bool:
 
 
 def _compile_layers(module: nn.Module, structure: Structure, backend: str) -> None:
+    """Compile each layer and block alone. Layers share code, so the limits on recompiling must hold for all of them:
+    beyond them torch would silently run the rest uncompiled.
+    """
+    import torch._dynamo.config as limits
+
     modules = dict(module.named_modules())
+    for name in ("cache_size_limit", "recompile_limit", "accumulated_cache_size_limit", "accumulated_recompile_limit"):
+        if hasattr(limits, name):
+            setattr(limits, name, max(getattr(limits, name), 64 * len(structure.layers)))
     for path in (*structure.layers, *structure.blocks):
         layer = modules[path]
         layer.forward = torch.compile(layer.forward, backend=backend)  # type: ignore[method-assign]
