@@ -23,41 +23,22 @@ FLIPS_ALLOWED, FLIPS_PER_FLOOR_FLIP = 4, 3
 class Decision:
     """One decision tap of all sides as sets. Shapes: [R, N], R = tokens x choices per token; `groups` R / tokens.
 
-    `same` [tokens] says where the accel's choice equals the oracle's, `floor_same` where every floor's does.
+    `same` [tokens] says where the accel's choice equals the oracle's (everywhere if it did not show it), `floors_same`
+    where each floor's does, `floor_same` where all floors' do.
     """
 
     tap: Tap
     groups: int
     oracle: Sets
     accel: Sets | None
-    floors: Sequence[Sets]
     scores: Tensor | None
     floor_scores: Sequence[Tensor]
     valid: Tensor
     accel_valid: Tensor
     pinned: bool
-
-    def by_token(self, rows: Tensor) -> Tensor:
-        """Say for each token whether all of its rows are true."""
-        return rows.reshape(-1, self.groups).all(dim=1)
-
-    def _equal(self, other: Sets) -> Tensor:
-        return self.by_token(((other.member & self.valid) == (self.oracle.member & self.valid)).all(dim=1))
-
-    @property
-    def same(self) -> Tensor:
-        """Where accel and oracle chose the same, [tokens]; everywhere if the accel did not show its choice."""
-        if self.accel is None:
-            return torch.ones(self.valid.shape[0] // self.groups, dtype=torch.bool)
-        return self._equal(self.accel)
-
-    @property
-    def floor_same(self) -> Tensor:
-        """Where every floor chose as the oracle did, [tokens]."""
-        agree = torch.ones(self.valid.shape[0] // self.groups, dtype=torch.bool)
-        for floor in self.floors:
-            agree &= self._equal(floor)
-        return agree
+    same: Tensor
+    floors_same: Sequence[Tensor]
+    floor_same: Tensor
 
 
 def decisions_of(scene: Scene) -> dict[str, Decision]:
@@ -81,12 +62,22 @@ def _decision(scene: Scene, tap: Tap) -> Decision:
     mine = _scores(scene.accel, tap.name, ids.shape[0])
     floors = [r for f in scene.floors if (r := _rows(f, tap.name, ids.shape[0])) is not None]
     floor_scores = [s for f in scene.floors if (s := _scores(f, tap.name, ids.shape[0])) is not None]
+    own = as_sets(ids, candidates=candidates)
+    chosen = as_sets(accel, candidates=candidates) if accel is not None else None
+    everywhere = torch.ones(ids.shape[0] // groups, dtype=torch.bool)
+
+    def same(other: Sets) -> Tensor:
+        return ((other.member & valid) == (own.member & valid)).all(dim=1).reshape(-1, groups).all(dim=1)
+
+    floors_same = [same(as_sets(f, candidates=candidates)) for f in floors]
     return Decision(
         tap=tap,
         groups=groups,
-        oracle=as_sets(ids, candidates=candidates),
-        accel=as_sets(accel, candidates=candidates) if accel is not None else None,
-        floors=[as_sets(f, candidates=candidates) for f in floors],
+        oracle=own,
+        accel=chosen,
+        same=same(chosen) if chosen is not None else everywhere,
+        floors_same=floors_same,
+        floor_same=torch.stack([everywhere, *floors_same]).all(dim=0),
         scores=scores,
         floor_scores=[s for s in floor_scores if scores is not None and s.shape == scores.shape],
         valid=valid,
@@ -128,14 +119,19 @@ def conditions(scene: Scene, tap: str, decisions: Mapping[str, Decision]) -> lis
     """
     place = scene.order.get(tap, 1 << 30)
     unit, layer = unit_of(tap), layer_of(tap)
+    earlier = [
+        name for name, d in decisions.items()
+        if not d.pinned and name != tap and layer_of(name) == layer and scene.order[name] <= place
+    ]  # fmt: skip
+    if not earlier or not scene.run.level:
+        return earlier
     overwritten = [
         n for n, t in scene.oracle.taps.items()
-        if scene.run.level and t.kind in PINNED_KINDS and level_of(n) <= scene.run.level and layer_of(n) == layer
+        if _within(n, layer) and t.kind in PINNED_KINDS and level_of(n) <= scene.run.level
     ]  # fmt: skip
     return [
-        name for name, d in decisions.items()
-        if not d.pinned and name != tap and layer_of(name) == layer and scene.order[name] < place
-        and not any(_within(_chooser(name), p) and not _within(unit, p, own=True) for p in overwritten)
+        name for name in earlier
+        if not any(_within(_chooser(name), p) and not _within(unit, p, own=True) for p in overwritten)
     ]  # fmt: skip
 
 
@@ -183,7 +179,7 @@ def judge_decision(scene: Scene, name: str, decisions: Mapping[str, Decision]) -
     rows = earlier.repeat_interleave(d.groups)
     size, outside = _wrong_sets(d, rows)
     flips = int((~d.same & earlier).sum())
-    floor_flips = max((int((~d._equal(f) & earlier).sum()) for f in d.floors), default=0)
+    floor_flips = max((int((~same & earlier).sum()) for same in d.floors_same), default=0)
     found.append(number("decision_size_mismatches", size, judged))
     found.append(number("decision_outside_valid", outside, judged))
     excess = flips - (FLIPS_ALLOWED + FLIPS_PER_FLOOR_FLIP * floor_flips)
