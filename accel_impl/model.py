@@ -25,6 +25,8 @@ from accel_impl.vision import Tower
 from harness.adapter import Inputs, Recorder
 
 HIDDEN, HEADS, CHOICE = "batch token feature", "batch token head feature", "batch token choice"
+INDEXER_EPS = 1e-6
+"""Of the layer norm of the indexer's keys; the configuration does not name it."""
 
 
 class Store(Protocol):
@@ -160,7 +162,7 @@ class Model:
         q = record(f"{tap}.q", self._index_rope(q, positions_BT), dims=HEADS)
         k = self._linear(x, f"{name}.wk")
         bias = self._tensor(f"{name}.k_norm.bias")
-        k = ops.layer_norm(self.use, k, self._tensor(f"{name}.k_norm.weight"), bias, config.rms_norm_eps)
+        k = ops.layer_norm(self.use, k, self._tensor(f"{name}.k_norm.weight"), bias, INDEXER_EPS)
         k = record(f"{tap}.k", self._index_rope(k[:, :, None], positions_BT)[:, :, 0], dims=HIDDEN)
         weights = record(f"{tap}.weights", self._exact(x, f"{name}.weights_proj"), dims=HIDDEN)
         store.put(layer, {**keys, "index": k})
