@@ -188,6 +188,9 @@ def _by_name(audit: _Audit, fact: WeightFact, held: Tensor, source: str, certain
     if diff.mismatches and not certain:
         return fact, False
     narrow = held.is_floating_point() and held.element_size() < 4
+    wider = logical.format == "plain" and logical.dtype in ("F32", "F64") and narrow
+    # One rounding to the held dtype is allowed for anyway: a half-precision copy of float32 is not lossy beyond it.
+    fact = dataclasses.replace(fact, lossless=fact.lossless or wider)
     narrowed = logical.format == "plain" and logical.dtype == "F32" and narrow and audit.float32_is_rare
     fact = _with_difference(dataclasses.replace(fact, match="named", source=source, narrowed=narrowed), diff, held)
     lossy_ok = not fact.lossless and diff.how in ("same", "reshape")
@@ -242,9 +245,54 @@ def _explain_pending(audit: _Audit) -> dict[str, tuple[int, int]]:
         )
         if named and not filled:
             audit.used.add(fact.source)  # its name was found and its values are wrong: that is told by `mismatches`
+    _attribute_gaps(audit, set(found.hits))
     audit.raw_used |= {n for n, (hit, rows) in found.hits.items() if n in audit.owners and hit == rows}
     audit.used |= {n for n in found.hits if n in audit.logicals}
-    return {n: (hit, rows) for n, (hit, rows) in found.hits.items() if hit < rows and n in audit.logicals}
+    damaged = {n for f in audit.facts if f.match == "content" and f.unmatched for n in _order_sources(f.order)}
+    return {
+        n: (hit, rows)
+        for n, (hit, rows) in found.hits.items()
+        if hit < rows and n in audit.logicals and n not in damaged
+    }
+
+
+def _order_runs(order: str) -> list[list[Any]]:
+    """Return the runs [source, start, count] of an order, all streams in one list."""
+    value = json.loads(order) if order else {}
+    return [run for stream in value.get("streams", []) for run in stream]
+
+
+def _order_sources(order: str) -> set[str]:
+    return {str(run[0]) for run in _order_runs(order)} - {""}
+
+
+def _attribute_gaps(audit: _Audit, hit: set[str]) -> None:
+    """Give rows that match nothing to the one tensor that is missing there among its numbered siblings.
+
+    A damaged expert inside a stack is then told by its values, and not as a tensor that nobody loaded.
+    """
+    taken = audit.used | hit
+    for at, fact in enumerate(audit.facts):
+        if fact.match != "content" or not fact.unmatched:
+            continue
+        templates = {re.sub(r"\d+", "#", s) for s in _order_sources(fact.order)}
+        gaps = sorted(int(count) for source, _, count in _order_runs(fact.order) if source == "")
+        absent = [
+            x
+            for x in audit.logicals.values()
+            if x.name not in taken and re.sub(r"\d+", "#", x.name) in templates and _same_place(x.name, fact)
+        ]
+        if absent and sum(gaps) == sum(x.numel // max(1, x.shape[-1]) for x in absent):
+            taken |= {x.name for x in absent}
+            audit.used |= {x.name for x in absent}
+            audit.facts[at] = dataclasses.replace(fact, source=", ".join(x.name for x in absent))
+
+
+def _same_place(name: str, fact: WeightFact) -> bool:
+    """Say whether a tensor lies in the layer that the sources of a fact lie in."""
+    layers = {m.group(2) if (m := _LAYER.search(s)) else "" for s in _order_sources(fact.order)}
+    found = _LAYER.search(name)
+    return (found.group(2) if found else "") in layers
 
 
 def _summary(audit: _Audit, partial: dict[str, tuple[int, int]], *, tied: bool, dtype: str) -> dict[str, Any]:

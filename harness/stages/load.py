@@ -7,6 +7,8 @@ order that the reference used for the parameter of the same name. Where nothing 
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -139,7 +141,7 @@ def _weights(
         return [
             _measured(run, m, None, "*", problem="empty", detail={"message": message}) for m in _WEIGHT_METRICS
         ]  # fmt: skip
-    reference = _Reference(expected)
+    reference = _Reference(expected, weights)
     found: dict[str, list[Measurement]] = {m: [] for m in _WEIGHT_METRICS}
     for order, weight in enumerate(weights):
         for m in _one_weight(run, weight, reference, order):
@@ -173,14 +175,24 @@ def _named(run: Run, metric: str, names: Sequence[str], why: str) -> Iterator[Me
 
 
 class _Reference:
-    """What the reference's audit says of the same parameter. Empty if the reference shows no weights."""
+    """What can vouch for a parameter: the reference's audit (none if it shows no weights), the port's own layers."""
 
-    def __init__(self, audit: Mapping[str, Any] | None) -> None:
+    def __init__(self, audit: Mapping[str, Any] | None, port: Sequence[Mapping[str, Any]]) -> None:
         weights: Sequence[Mapping[str, Any]] = audit["weights"] if audit else ()
         self._by_name = {w["name"]: w for w in weights}
         self._by_source = {w["source"]: w for w in weights if w["source"] and w["match"] == "named"}
         self.partial: Mapping[str, Any] = audit["partial"] if audit else {}
         self.vouched: list[str] = []
+        self._peers: dict[str, Counter[str]] = defaultdict(Counter)
+        for w in port:
+            if w["match"] == "content" and not w["unmatched"]:
+                self._peers[_template(w["name"])][_layerless(w["order"])] += 1
+
+    def odd_one_out(self, weight: Mapping[str, Any]) -> bool:
+        """Say whether most layers of the port put this parameter together in one way, and this layer in another."""
+        peers = self._peers[_template(weight["name"])]
+        usual, count = peers.most_common(1)[0] if peers else ("", 0)
+        return count >= 2 and 2 * count > peers.total() and _layerless(weight["order"]) != usual
 
     def of(self, weight: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return the reference's parameter of the same name, else the one of the same checkpoint tensor."""
@@ -223,6 +235,15 @@ def _one_weight(run: Run, w: Mapping[str, Any], reference: _Reference, order: in
         yield from _order(w, reference, one)
 
 
+def _template(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _layerless(order: str) -> str:
+    """Return an order without the number of the layer that its sources lie in."""
+    return re.sub(r"\b(layers|blocks|h)\.\d+\.", r"\1.#.", order)
+
+
 def _difference_words(w: Mapping[str, Any]) -> str:
     total = 1
     for size in w["shape"]:
@@ -251,6 +272,8 @@ def _order(w: Mapping[str, Any], reference: _Reference, one: Any) -> Iterator[Me
         yield one("provenance_mismatches", 1.0, f"the rows of {w['source']} in another order: {w['order'][:200]}")
     elif not w["ascending"]:
         yield one("provenance_mismatches", 1.0, f"numbered tensors in another order: {w['order'][:200]}")
+    elif reference.odd_one_out(w):
+        yield one("provenance_mismatches", 1.0, f"put together otherwise than in most layers: {w['order'][:200]}")
     elif _sources(w["order"]) > 1 or not w["regular"]:
         yield one("unchecked_orders", 1.0, f"no reference parameter of this name; {w['order'][:200]}")
 

@@ -353,6 +353,31 @@ def test_ld22_gate_and_up(folder, actual, expected, how):
     assert (status, bad, subjects["load.order"]) == (Status.FAILED, {"load.order"}, name)
 
 
+def test_one_layer_put_together_otherwise_than_its_peers(tmp_path):
+    """Without a reference of the same names, gate and up exchanged in one of three layers is still found."""
+    names = [(n, e, p) for n in range(3) for e in range(2) for p in ("gate", "up")]
+    tensors = {f"layers.{n}.experts.{e}.{p}.w": randn(6, 8, seed=9 * n + 3 * e + len(p)) for n, e, p in names}
+    folder = write(tmp_path / "c", tensors, {})
+
+    def fused(n, first, second):
+        return torch.cat([tensors[f"layers.{n}.experts.{e}.{p}.w"] for e in range(2) for p in (first, second)])
+
+    held = {f"block{n}.w13": fused(n, "gate", "up") for n in range(3)}
+    assert judged(traces(folder, held, tensors))[:2] == (Status.PASSED, set())
+    status, bad, subjects = judged(traces(folder, {**held, "block1.w13": fused(1, "up", "gate")}, tensors))
+    assert (status, bad, subjects["load.order"]) == (Status.FAILED, {"load.order"}, "block1.w13")
+
+
+def test_a_damaged_expert_inside_a_stack_is_told_by_its_values(folder, actual, expected):
+    """An expert scaled by 1 %, or with one wrong row, is a mismatch of its stack and not a tensor nobody loaded."""
+    name = "layers.1.experts.down_proj"
+    for wrong in (slice(None), 3):
+        damaged = actual[name].clone()
+        damaged[2, wrong] *= 1.01
+        status, bad, subjects = judged(traces(folder, {**actual, name: damaged}, expected))
+        assert (status, bad, subjects["load.values"]) == (Status.FAILED, {"load.values"}, name)
+
+
 @pytest.mark.parametrize("reference", [True, False])
 def test_ld23_rotary_rows(folder, actual, expected, reference):
     """LD23: the rows of q are permuted from one rotary style to the other; no reference is needed to see it."""
@@ -407,6 +432,15 @@ def test_a_declared_narrow_weight_is_judged_by_its_error(folder, actual, expecte
     assert judged(traces(folder, {**actual, name: narrow}, expected))[1] == {"load.values"}
     status, bad, _ = judged(traces(folder, {**actual, name: narrow / 2}, expected, lossy={name}))
     assert (status, bad) == (Status.FAILED, {"load.lossy"})
+
+
+def test_half_precision_of_float32_is_no_excuse(tmp_path):
+    """A bf16 copy of a float32 checkpoint is compared after rounding, whatever it declares: 1 % off is a mismatch."""
+    folder = write(tmp_path / "c", {"w": randn(9, 7, seed=1)}, {})
+    right = randn(9, 7, seed=1)
+    assert judged(traces(folder, {"w": right.to(torch.bfloat16)}, None, lossy={"w"}))[0] is Status.PASSED
+    wrong = (right * 1.01).to(torch.bfloat16)
+    assert judged(traces(folder, {"w": wrong}, None, lossy={"w"}))[1] == {"load.values"}
 
 
 def test_too_much_memory_is_found(folder, actual, expected):
