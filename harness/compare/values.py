@@ -74,12 +74,13 @@ def error_ratios(
     error = error_sums(actual=actual, expected=expected)
     count, width = expected.shape
     ratios = [Ratio(slice="whole", value=_ratio(error.whole, floor.whole), n=count * width)]
-    if tokens and width >= SMALLEST_SLICE:
+    if tokens:
         signal = signal_sums(expected=expected)
         least = signal.token * (floor.whole / signal.whole if signal.whole else 0.0)
-        ratios.append(_worst("token", error.token, torch.maximum(floor.token, least), width, rows))
-    if tokens:
-        ratios += _positions(error, floor, width, rows, buckets)
+        by_token = torch.maximum(floor.token, least)
+        if width >= SMALLEST_SLICE:
+            ratios.append(_worst("token", error.token, by_token, width, rows))
+        ratios += _positions(_ratios(error.token, by_token), width, rows, buckets)
     if heads > 1 and count * (width // heads) >= SMALLEST_SLICE:
         n = count * (width // heads)
         squares = torch.stack([s.by_head(heads) for s in floor.sums] or [torch.zeros(heads, dtype=torch.float64)])
@@ -92,32 +93,34 @@ def error_ratios(
     return ratios
 
 
-def _positions(error: SquaredSums, floor: Floor, width: int, rows: Tensor, buckets: int) -> list[Ratio]:
-    """Compare consecutive buckets of equally many tokens; the floor of a bucket is the worst single floor there."""
+def _positions(token_ratio: Tensor, width: int, rows: Tensor, buckets: int) -> list[Ratio]:
+    """Return the worst mean ratio of consecutive buckets of equally many tokens.
+
+    The mean of ratios, not the ratio of norms: one ill-conditioned token is the token slice's business, and must not
+    stand for its neighbours.
+    """
     count = int(rows.numel())
     buckets = min(buckets, count, count * width // SMALLEST_SLICE)
     if buckets < 2:
         return []
     which = torch.arange(count) * buckets // count
     size = torch.bincount(which, minlength=buckets)
+    mean = torch.zeros(buckets, dtype=torch.float64).index_add_(0, which, token_ratio) / size
+    place = int(mean.argmax())
+    inside = rows[which == place]
+    at = f"{int(inside.min())}-{int(inside.max())}"
+    return [Ratio(slice="position", value=float(mean[place]), n=int(size.min()) * width, at=at)]
 
-    def pooled(values: Tensor) -> Tensor:
-        return torch.zeros(buckets, dtype=torch.float64).index_add_(0, which, values)
 
-    n = int(size.min()) * width
-    worst = HALF_ULPS**2 * pooled(floor.rounding.token)
-    for one in floor.sums:
-        worst = torch.maximum(worst, pooled(one.token))
-    worst = worst.clamp(min=EXPECTED_SHARE**2 * floor.pooled(n))
-    ratio = _worst("position", pooled(error.token), worst, n, torch.arange(buckets))
-    inside = rows[which == ratio.at]
-    return [Ratio(slice="position", value=ratio.value, n=n, at=f"{int(inside.min())}-{int(inside.max())}")]
+def _ratios(error: Tensor, floor: Tensor) -> Tensor:
+    """Return the roots of error / floor; nothing over nothing is 0, NaN stays NaN."""
+    ratio = torch.where(error == 0, torch.zeros_like(error), (error / floor).sqrt())
+    return torch.where(torch.isnan(floor), torch.nan, ratio)
 
 
 def _worst(name: str, error: Tensor, floor: Tensor, n: int, index: Tensor) -> Ratio:
     """Return the largest ratio; a NaN anywhere is the largest."""
-    ratio = torch.where(error == 0, torch.zeros_like(error), (error / floor).sqrt())
-    ratio = torch.where(torch.isnan(floor), torch.nan, ratio)
+    ratio = _ratios(error, floor)
     place = int(ratio.argmax())
     return Ratio(slice=name, value=float(ratio[place]), n=n, at=int(index[place]))
 

@@ -17,7 +17,7 @@ NAME = "text"
 NEEDS: tuple[str, ...] = ("text",)
 LENGTH, LONG = 61, 211
 """Prompt lengths in tokens: primes, so that no chunk, page or tile ends with them."""
-DECODE_STEPS = 32
+DECODE_STEPS, DECODE_STEPS_FULL = 16, 48
 """Single steps that are pooled. Source: fewer than 16 honestly reach a ratio of 2."""
 
 
@@ -48,7 +48,7 @@ def _one_case(context: StageContext, case: Case, suffix: str) -> list[Run]:
     runs = free_and_replays(context, NAME, case, suffix=suffix)
     length = len(case.token_ids or ())
     if "phases" in context.capabilities and length >= 8:
-        first = max(1, length - DECODE_STEPS)
+        first = max(1, length - (DECODE_STEPS_FULL if context.full else DECODE_STEPS))
         other = seeded_ids(context.info, max(2, length // 2 + 6), seed=77)
         steps = [(0, first), *((i, i + 1) for i in range(first, length))]
         chunks = spans_of(length, [length * 2 // 5, length * 2 // 3])
