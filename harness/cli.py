@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_USAGE, Day0Error, UsageError
+from harness.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_USAGE, Day0Error, TraceError, UsageError
+
+if TYPE_CHECKING:
+    from harness.report.results import Results
 
 app = typer.Typer(
     name="day0",
@@ -174,7 +178,8 @@ def compare(
     from harness.offline import compare_dirs
     from harness.report.terminal import make_display
 
-    results = compare_dirs(actual, expected, checklists)
+    with _bad_input():
+        results = compare_dirs(actual, expected, checklists)
     make_display(tuple(s.name for s in results.stages)).close(results)
     raise typer.Exit(results.exit_code)
 
@@ -185,9 +190,8 @@ def diagnose(
 ) -> None:
     """Print the findings of a run, the first wrong place first."""
     from harness.report.markdown import findings_text
-    from harness.report.results import read_results
 
-    typer.echo(findings_text(read_results(_run_dir(run_dir))))
+    typer.echo(findings_text(_results(run_dir)))
 
 
 @app.command()
@@ -196,10 +200,8 @@ def report(
 ) -> None:
     """Render the reports of a run again, from its results.json alone."""
     from harness.report.render import render
-    from harness.report.results import read_results
 
-    folder = _run_dir(run_dir)
-    for path in render(read_results(folder), folder):
+    for path in render(_results(run_dir), run_dir):
         typer.echo(str(path))
 
 
@@ -227,14 +229,22 @@ def doctor() -> None:
             typer.echo(f"  {name:<24} {value}")
 
 
-def _run_dir(path: Path) -> Path:
-    if not path.is_dir():
-        raise UsageError(
-            f"expected the folder of a run at {path}, found none; `day0 verify` writes day0-run unless told"
-        )
-    if not (path / "results.json").is_file():
-        raise UsageError(f"expected results.json in {path}, found none; name the folder that `day0 verify --out` wrote")
-    return path
+@contextmanager
+def _bad_input() -> Iterator[None]:
+    """Turn an unreadable trace or result that the user named into a usage error."""
+    try:
+        yield
+    except TraceError as error:
+        raise UsageError(str(error)) from None
+
+
+def _results(run_dir: Path) -> Results:
+    from harness.report.results import read_results
+
+    if not run_dir.is_dir():
+        raise UsageError(f"expected the folder of a run at {run_dir}, found none; `day0 verify` writes day0-run")
+    with _bad_input():
+        return read_results(run_dir)
 
 
 def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:

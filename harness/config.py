@@ -6,6 +6,7 @@ unknown key is an error that names the nearest valid one and, for a file, the li
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -203,9 +204,31 @@ def load_config(
         _put(data, path, value, origins, f"--set {item}")
     _complete_sides(data, sides)
     try:
-        return Config.model_validate({**data, "file": file, "words": _words_again(flags or {}, sets)})
+        config = Config.model_validate({**data, "file": file, "words": _words_again(flags or {}, sets)})
     except ValidationError as error:
         raise ConfigError(_explain(error, origins)) from None
+    _check_paths(config, origins)
+    return config
+
+
+def _check_paths(config: Config, origins: Mapping[tuple[str, ...], str]) -> None:
+    """Raise ConfigError for a path that cannot be what it is named for, before anything is started."""
+    run, python = config.run, config.accel.python
+    wrong = [
+        ("out", run.out, run.out.exists() and not run.out.is_dir(), "a folder, or nothing yet"),
+        ("goldens", run.goldens, run.goldens and run.goldens.exists() and not run.goldens.is_dir(), "a folder"),
+        ("checklists", run.checklists, run.checklists and not any(run.checklists.glob("*.toml")), "<stage>.toml files"),
+        ("after", run.after, run.after and not (run.after / "results.json").is_file(), "the folder of a finished run"),
+    ]
+    for key, path, bad, expected in wrong:
+        if bad:
+            found = "a file" if path is not None and path.is_file() else "none" if path and path.is_dir() else "nothing"
+            raise ConfigError(
+                f"{origins.get(('run', key), 'run.' + key)}: expected {expected} at {path}, found {found}"
+            )
+    if python is not None and shutil.which(python) is None:
+        origin = origins.get(("accel", "python"), "accel.python")
+        raise ConfigError(f"{origin}: expected an interpreter that can be run, found {python!r}; give its whole path")
 
 
 def _known_keys() -> dict[str, list[str]]:

@@ -106,8 +106,11 @@ def test_a_finished_run_gives_its_verdict_as_exit_code(status, code, monkeypatch
     assert status.value in (tmp_path / "summary").read_text()
 
 
-def test_flags_reach_the_configuration(monkeypatch):
+def test_flags_reach_the_configuration(monkeypatch, tmp_path):
     """Every flag of verify ends in its key of the configuration."""
+    for name in ("c/text.toml", "r/results.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("")
     seen = []
     monkeypatch.setattr(
         pipeline, "verify", lambda config, display, **more: seen.append(config) or results(Status.PASSED)
@@ -147,6 +150,21 @@ def test_reports_are_rendered_again(tmp_path, capsys):
     assert (tmp_path / "01-load.md").is_file()
     assert cli.run(["diagnose", str(tmp_path)]) == 0
     assert "The port is not accepted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["report", "diagnose"])
+def test_unreadable_results_are_bad_input(command, tmp_path, capsys):
+    """A results.json that is broken or of another format is a usage error that names the file."""
+    (tmp_path / "results.json").write_text('{"format": "day0.results/9"}')
+    assert cli.run([command, str(tmp_path)]) == 4
+    assert "expected format 'day0.results/1'" in capsys.readouterr().err
+
+
+def test_folders_without_traces_are_bad_input(tmp_path, capsys):
+    """`day0 compare` of a folder that holds no traces is a usage error that names it."""
+    (tmp_path / "a").mkdir()
+    assert cli.run(["compare", "a", "a"]) == 4
+    assert "below a" in capsys.readouterr().err
 
 
 def test_init_writes_once(tmp_path, capsys):

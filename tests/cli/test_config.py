@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,16 @@ def test_a_value_of_another_type_is_named(tmp_path):
         load_config(written(tmp_path, "[reference]\nspec = 5\n"))
 
 
+@pytest.mark.parametrize("item", ["run.out=file", "run.goldens=file", "run.checklists=empty", "run.checklists=none",
+                                  "run.after=none", "run.after=empty", "accel.python=/no/python"])  # fmt: skip
+def test_a_path_that_cannot_be_is_refused(tmp_path, item):
+    """A path that is not what its key needs is named before anything starts, with what was typed."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=f"--set {item}: expected "):
+        load_config(sets=[item])
+
+
 def test_words_to_type_again():
     """The flags that a reproduction needs are kept as typed; where and how a run goes on is left out."""
     flags = {"accel.spec": "port.py:f", "run.out": "x", "run.stage": "text", "run.profile": "full", "run.resume": True}
@@ -199,6 +210,9 @@ def test_every_commented_key_of_the_scaffold_is_valid(tmp_path):
     """The scaffold's defaults are the defaults: uncommented, the file reads, and its defaults change nothing."""
     text = re.sub(r"^# (\w+ = )", r"\1", CONFIG, flags=re.M)
     assert text != CONFIG
+    (tmp_path / "checklists").mkdir()
+    (tmp_path / "checklists" / "text.toml").write_text("")
+    text = text.replace("/opt/vendor/bin/python", sys.executable)
     config = load_config(written(tmp_path, text))
     assert config.watchdog == Config().watchdog
     assert (config.run.stage, config.run.profile, config.run.keep_going) == (STAGES, "quick", False)
