@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,20 @@ class Job:
             "completion_tokens": len(self.ids),
             "total_tokens": prompt + len(self.ids),
         }
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events whose source ends with the connection, so that a client that leaves frees its slot."""
+
+    def __init__(self, events: Generator[str, None, None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # closing takes a turn, which may have to be waited for: not in the event loop
+            threading.Thread(target=self._events.close, daemon=True).start()
 
 
 class Server:
@@ -141,7 +155,7 @@ class Server:
             body = {"error": {"message": str(error), "type": "invalid_request_error", "code": 400}}
             return JSONResponse(body, status_code=400)
         if job.stream:
-            return StreamingResponse(self._events(job), media_type="text/event-stream")
+            return EventStream(self._events(job))
         return JSONResponse(await run_in_threadpool(self._whole, job))
 
     # ---- requests
@@ -256,7 +270,7 @@ class Server:
             choice |= {"prompt_token_ids": job.prompt_ids, "token_ids": job.ids}
         return {**self._head(job, chunk=False), "choices": [choice], "usage": job.usage()}
 
-    def _events(self, job: Job) -> Iterator[str]:
+    def _events(self, job: Job) -> Generator[str, None, None]:
         """Yield server-sent events: a piece per token, the reason it ended, usage if asked for, `[DONE]`."""
         head = self._head(job, chunk=True)
 

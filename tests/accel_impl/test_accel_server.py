@@ -96,6 +96,22 @@ def test_requests_at_once_answer_as_each_does_alone(port: Any) -> None:
     assert health["pages_free"] == health["pages_total"]
 
 
+def test_a_client_that_leaves_frees_its_slot(port: Any) -> None:
+    """A stream that nobody reads any more ends long before its last token, and its pages come back."""
+    facts = port.cache_facts()
+    assert facts["pages_free"] == facts["pages_total"]
+    body = {"prompt": "x", "max_tokens": 1000, "stream": True}
+    with httpx.stream("POST", f"{port.serve()}/completions", json=body, timeout=60, trust_env=False) as answer:
+        next(answer.iter_lines())
+        assert port.cache_facts()["pages_free"] < facts["pages_total"]
+    deadline, longest = time.monotonic() + 60, 0
+    while port.cache_facts()["slots_free"] < facts["slots_total"] and time.monotonic() < deadline:
+        longest = max([longest, *port.cache.lengths.values()])
+        time.sleep(0.01)
+    assert port.cache_facts() == facts
+    assert longest < 500
+
+
 @pytest.mark.parametrize(
     "body",
     [
