@@ -82,6 +82,7 @@ class EventStream(StreamingResponse):
         self._events = events
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer, and end the source whatever happens."""
         try:
             await super().__call__(scope, receive, send)
         finally:  # closing takes a turn, which may have to be waited for: not in the event loop
