@@ -305,6 +305,10 @@ def _summary(audit: _Audit, partial: dict[str, tuple[int, int]], *, tied: bool, 
             outside[logical.name] = reason
         elif not logical.problem:
             unused.append(logical.name)
+    trimmed = {
+        n: f"{rows - hit} rows beyond the vocabulary" for n, (hit, rows) in partial.items() if _trimmed(audit, n, hit)
+    }
+    outside.update(trimmed)
     errors = dict(audit.errors)
     errors.update({x.name: x.problem for x in audit.logicals.values() if x.problem})
     named = {f.source for f in audit.facts if f.match == "named"}  # what differs there is told by `mismatches`
@@ -314,13 +318,26 @@ def _summary(audit: _Audit, partial: dict[str, tuple[int, int]], *, tied: bool, 
         "logical": len(audit.logicals),
         "elements": sum(torch.Size(f.shape).numel() for f in audit.facts),
         "unused": unused,
-        "partial": {n: list(rows) for n, rows in partial.items() if n not in named},
+        "partial": {n: list(rows) for n, rows in partial.items() if n not in named | trimmed.keys()},
         "outside": outside,
         "unfilled": [f.name for f in audit.facts if f.match == "none" and not f.source],
         "untied": _untied(audit, tied=tied),
         "tied": tied,
         "errors": errors,
     }
+
+
+def _trimmed(audit: _Audit, name: str, rows: int) -> bool:
+    """Say whether memory holds the first rows of a tensor, as many as the configuration calls a vocabulary size."""
+    config = audit.checkpoint.config
+    text = config.get("text_config")
+    sizes = {
+        v
+        for c in (config, text if isinstance(text, dict) else {})
+        for k, v in c.items()
+        if "vocab_size" in k and isinstance(v, int)
+    }
+    return rows in sizes and any(_order_runs(f.order) == [[name, 0, rows]] for f in audit.facts)
 
 
 def _outside(audit: _Audit, logical: Logical, *, tied: bool) -> str:

@@ -173,6 +173,18 @@ def test_another_layout_of_the_same_content(checkpoint):
     assert facts["unused"] == []
 
 
+def test_rows_beyond_the_vocabulary_may_rest(tmp_path):
+    """A head trimmed to the vocabulary that the configuration names is whole; one trimmed elsewhere lost rows."""
+    head = randn(12, 10)
+    checkpoint = open_checkpoint(write(tmp_path, {"unembed.weight": head}, config={"unpadded_vocab_size": 9}))
+    facts, _ = audited(checkpoint, {"lm_head.weight": head[:9]})
+    assert (facts["partial"], facts["unused"], list(facts["outside"])) == ({}, [], ["unembed.weight"])
+    facts, _ = audited(checkpoint, {"lm_head.weight": head[:8]})
+    assert facts["partial"] == {"unembed.weight": [8, 12]}
+    facts, _ = audited(checkpoint, {"lm_head.weight": head[3:]})
+    assert facts["partial"] == {"unembed.weight": [9, 12]}
+
+
 def test_random_content_is_unfilled_and_its_source_unused(checkpoint):
     """A parameter whose content is in no shard is unfilled; the tensor that should have filled it is unused."""
     held = {n: t for n, t in STORED.items() if n != "layers.0.k_proj.weight"}
