@@ -1,4 +1,4 @@
-"""One real fault, or one harmless difference, through the real command. Goldens are recorded once for the whole folder."""
+"""One real fault, or one harmless difference, through the real command. Goldens are recorded once for all tests."""
 
 from __future__ import annotations
 
