@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import EXIT_ACCEPTED, EXIT_NOTHING, EXIT_REFUSED, TraceError
-from harness.types import STAGES, Finding, Measurement, Scope, StageResult, Status, Verdict, as_json
+from harness.types import STAGES, Finding, Layout, Measurement, Scope, StageResult, Status, Verdict, as_json
 
 if TYPE_CHECKING:
     from harness.checklist import Practice as Promised
@@ -142,14 +142,16 @@ def build_results(
     and `practice_evidence`. `rest` are other fields of Results.
     """
     accepted, exit_code = decide(stages, required=required, problems=problems)
+    claims = finite_json(as_json(claimed)) if claimed is not None else {}
+    gaps = unexercised(claims, exercised or {})
     skipped = [f"{s.name}: {s.reason or 'outside the scope'}" for s in stages if s.status is Status.SKIPPED]
     return Results(
         accepted=accepted,
         exit_code=exit_code,
         scope=ScopeReport(
-            claimed=finite_json(as_json(claimed)) if claimed is not None else {},
+            claimed=claims,
             exercised=finite_json(exercised or {}),
-            not_covered=(*skipped, *(s for s in not_covered if s not in skipped)),
+            not_covered=tuple(dict.fromkeys([*skipped, *not_covered, *gaps])),
         ),
         environment=environment or Environment(),
         stages=tuple(StageReport.of(s, (questions or {}).get(s.name, ())) for s in stages),
@@ -157,6 +159,20 @@ def build_results(
         problems=tuple(problems),
         **rest,
     )
+
+
+def unexercised(claimed: Mapping[str, Any], exercised: Mapping[str, Any]) -> list[str]:
+    """Return in sentences what is claimed and was not reached: lengths, layouts, pictures."""
+    gaps = []
+    longest, most = exercised.get("longest_tokens"), claimed.get("max_length_tokens")
+    if longest is not None and most is not None and longest < most:
+        gaps.append(f"lengths above {longest} tokens: {most} are claimed, no case of this run was longer")
+    if "layouts" in exercised:
+        layouts = [str(Layout(**each)) for each in claimed.get("layouts", ())]
+        gaps += [f"layout {each}: claimed, not run" for each in layouts if each not in exercised["layouts"]]
+    if claimed.get("image") and exercised.get("images") == []:
+        gaps.append("pictures: claimed, no case of this run had one")
+    return gaps
 
 
 def decide(

@@ -17,6 +17,7 @@ from harness.report.results import (
     read_results,
     schema_text,
     tick,
+    unexercised,
     write_measurements,
     write_results,
 )  # fmt: skip
@@ -118,6 +119,16 @@ def test_a_run_is_accepted_only_as_a_whole(statuses, required, expected):
     """Each stage must be accepted, or skipped without being required; a run of skips verifies nothing."""
     stages = [stage(name, status) for name, status in zip(("load", "startup"), statuses, strict=False)]
     assert decide(stages, required=required) == (expected == EXIT_ACCEPTED, expected)
+
+
+def test_what_is_claimed_and_not_reached_is_said():
+    """Lengths, layouts and pictures that are claimed but were not reached are named; what was reached is not."""
+    claimed = {"max_length_tokens": 1024, "layouts": [{}, {"tp": 2}], "image": True}
+    reached = {"longest_tokens": 257, "layouts": ["single"], "images": []}
+    gaps = unexercised(claimed, reached)
+    assert [g.split(":")[0] for g in gaps] == ["lengths above 257 tokens", "layout tp2", "pictures"]
+    assert unexercised(claimed, {"longest_tokens": 1024, "layouts": ["single", "tp2"], "images": ["32x48"]}) == []
+    assert unexercised(claimed, {}) == []
 
 
 def test_a_problem_refuses_an_accepted_run():
