@@ -293,7 +293,7 @@ class TraceRecorder:
     def _store(self, tap: str, tensor: Tensor, kind: str, dims: str) -> None:
         count = self.stop - self.start
         if tensor.dim() == 2 and ".attn" in tap and self._by_head(tap, tensor.shape[0]):
-            tensor = tensor.unflatten(0, (count, -1))  # [token * head, feature], one row per token again
+            tensor = tensor.reshape(count, -1, tensor.shape[1])  # [token * head, feature], one row per token again
             dims = dims or "token head feature"
         if tap not in self.taps:
             self.taps[tap] = Tap(name=tap, kind=kind, dims=tuple(dims.split()) or self._axes(tap, tensor))

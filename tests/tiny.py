@@ -1,7 +1,8 @@
 """Small random models of real architectures, roughened so that faults are visible. Knows transformers; not the harness.
 
-Default initialisation hides faults: attention is uniform, norms are 1, biases, sinks and router biases are 0. Matrices
-become N(0, 1/fan_in) (gain 1.4 on the query and key side), norm weights 1 + 0.2 N with outlier channels, the rest nonzero.
+Default initialisation hides faults: attention is uniform, norms are 1, biases, sinks and router biases are 0. Here
+matrices are N(0, 1/fan_in) (gain 1.4 on the query and key side), norm weights 1 + 0.2 N with outlier channels, and
+nothing is neutral.
 """
 
 from __future__ import annotations
@@ -10,11 +11,25 @@ import re
 from pathlib import Path
 from typing import Any
 
-_BASE = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512,
-         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}  # fmt: skip
+_BASE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
 _MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
-_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
-        "intermediate_size": 96}  # fmt: skip
+_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "intermediate_size": 96,
+}
 _DSV3 = {**_BASE, **_MLA, **_MOE, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 _INDEX = {"index_topk": 8, "index_head_dim": 32, "index_n_heads": 16}
 _VISION = {
@@ -28,47 +43,137 @@ _VISION = {
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**_BASE, "num_key_value_heads": 2, "intermediate_size": 96},
-    "qwen3_moe": {**_BASE, "num_key_value_heads": 2, "intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2,
-                  "moe_intermediate_size": 32, "head_dim": 16},
-    "gpt_oss": {**_BASE, "num_key_value_heads": 2, "intermediate_size": 32, "num_local_experts": 8, "head_dim": 16,
-                "num_experts_per_tok": 2, "sliding_window": 8},
+    "qwen3_moe": {
+        **_BASE,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": 16,
+    },
+    "gpt_oss": {
+        **_BASE,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "head_dim": 16,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    },
     "deepseek_v3": _DSV3,
     "deepseek_v32": {**_DSV3, **_INDEX},
     "glm_moe_dsa": {**_DSV3, **_INDEX},
-    "kimi_linear": {**_BASE, **_MLA, "q_lora_rank": None, "num_key_value_heads": 4, "intermediate_size": 96,
-                    "moe_intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
-                    "linear_head_dim": 16, "linear_num_heads": 4, "linear_conv_kernel_dim": 4,
-                    "layer_types": ["linear_attention", "full_attention"] * 2},
-    "qwen3_next": {**_BASE, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "num_experts": 8,
-                   "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-                   "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
-                   "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4},
+    "kimi_linear": {
+        **_BASE,
+        **_MLA,
+        "q_lora_rank": None,
+        "num_key_value_heads": 4,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "qwen3_next": {
+        **_BASE,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_conv_kernel_dim": 4,
+    },
     "glm5_next": {
-        "text_config": {**_BASE, **_MLA, **_MOE, **_INDEX, "qk_rope_head_dim": 0, "num_key_value_heads": 4, "n_group": 2,
-                        "topk_group": 1, "index_kpool": 4, "linear_head_dim": 16, "linear_num_heads": 4, "hc_mult": 3,
-                        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-                        "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
-                        "indexer_types": ["full", "full", "full", "full"]},
+        "text_config": {
+            **_BASE,
+            **_MLA,
+            **_MOE,
+            **_INDEX,
+            "qk_rope_head_dim": 0,
+            "num_key_value_heads": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "index_kpool": 4,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "hc_mult": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+            "indexer_types": ["full", "full", "full", "full"],
+        },
         "vision_config": {**_VISION, "out_hidden_size": 64, "projection_intermediate_size": 48},
-        "image_token_id": 250, "video_token_id": 251, "image_start_token_id": 252, "image_end_token_id": 253,
-        "video_start_token_id": 254, "video_end_token_id": 255},
+        "image_token_id": 250,
+        "video_token_id": 251,
+        "image_start_token_id": 252,
+        "image_end_token_id": 253,
+        "video_start_token_id": 254,
+        "video_end_token_id": 255,
+    },
     "inkling2": {
-        "text_config": {**_BASE, "unpadded_vocab_size": 240, "num_key_value_heads": 2, "head_dim": 16,
-                        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16,
-                        "sliding_window_size": 8, "d_rel": 4, "rel_extent": 16, "log_scaling_n_floor": 8,
-                        "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "route_scale": 2.0,
-                        "n_layers_per_attn_res_block": 2,
-                        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"]},
-        "vision_config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14,
-                          "projection_hidden_dim": 48, "text_hidden_size": 64, "posemb_grid_size": 6},
-        "image_token_id": 239},
+        "text_config": {
+            **_BASE,
+            "unpadded_vocab_size": 240,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 16,
+            "sliding_window_size": 8,
+            "d_rel": 4,
+            "rel_extent": 16,
+            "log_scaling_n_floor": 8,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "route_scale": 2.0,
+            "n_layers_per_attn_res_block": 2,
+            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+        },
+        "vision_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "patch_size": 14,
+            "projection_hidden_dim": 48,
+            "text_hidden_size": 64,
+            "posemb_grid_size": 6,
+        },
+        "image_token_id": 239,
+    },
     "qwen3_vl_moe": {
-        "text_config": {**_BASE, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "num_experts": 8,
-                        "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-                        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}},
-        "vision_config": {**_VISION, "out_hidden_size": 64, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]},
-        "image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253},
-}  # fmt: skip
+        "text_config": {
+            **_BASE,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+        },
+        "vision_config": {
+            **_VISION,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        "image_token_id": 250,
+        "video_token_id": 251,
+        "vision_start_token_id": 252,
+        "vision_end_token_id": 253,
+    },
+}
 """Constructor arguments of `AutoConfig.for_model(name, ...)`."""
 
 

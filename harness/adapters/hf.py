@@ -77,9 +77,8 @@ def _auto(transformers: Any, config: Any) -> Any:
         names.reverse()
     for name in names:
         auto = getattr(transformers, name, None)
-        if auto is not None and (
-            type(config) in auto._model_mapping or name in getattr(config, "auto_map", None) or ()
-        ):
+        custom = name in dict(getattr(config, "auto_map", None) or {})
+        if auto is not None and (custom or type(config) in auto._model_mapping):
             return auto
     raise CheckpointError(
         f"expected a model that transformers {transformers.__version__} can build for text, found model_type "

@@ -130,13 +130,13 @@ class Taps:
     def _before(self, name: str, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         count = self._calls[name] = self._calls.get(name, 0) + 1
         self._stack.append(name if count == 1 else f"{name}.call{count - 1}")
-        given = [*args], dict(kwargs)
+        given: tuple[list[Any], dict[str, Any]] = ([*args], dict(kwargs))
         first = True
-        for where, key, argument in _in_order(self._signatures[name], args, kwargs):
+        for place, argument in _in_order(self._signatures[name], args, kwargs):
             core = first and path in self.structure.cores
             label = "" if first else f".{argument}"
-            new, found = self._arguments(given[where][key], argument, label, core=core)
-            given[where][key] = new
+            holder: Any = given[0] if isinstance(place, int) else given[1]
+            holder[place], found = self._arguments(holder[place], argument, label, core=core)
             first = first and not found
         return tuple(given[0]), given[1]
 
@@ -275,15 +275,11 @@ def _argument_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in kinds)
 
 
-def _in_order(
-    names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[tuple[int, int | str, str]]:
-    """Return (positional or keyword, place, name) of the given arguments in the order of the signature."""
-    found: list[tuple[int, int | str, str]] = []
-    for i in range(len(args)):
-        found.append((0, i, names[i] if i < len(names) else f"arg{i}"))
+def _in_order(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int | str, str]]:
+    """Return (place, name) of the given arguments, in the order of the signature: places are positions or keywords."""
+    positional = [(i, names[i] if i < len(names) else f"arg{i}") for i in range(len(args))]
     keywords = sorted(kwargs, key=lambda k: names.index(k) if k in names else len(names))
-    return found + [(1, k, k) for k in keywords]
+    return [*positional, *((k, k) for k in keywords)]
 
 
 def _lead(scores: Tensor, routing: bool) -> str:

@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from harness.adapter import Inputs, Recorder, TokenIds, Weight, silent
 from harness.adapters.hooks import Float64Islands, Taps
 from harness.adapters.images import Pictures, PixelFormat, find_layout, pictures, pixel_format, placed
-from harness.adapters.structure import Structure, discover
+from harness.adapters.scope import CACHES, arguments_of, compile_layers, layers_only, scope_of
+from harness.adapters.structure import discover
 from harness.adapters.text import TextFrontEnd, end_ids
-from harness.cases import ModelInfo, read_model_info
+from harness.cases import read_model_info
 from harness.errors import PortError, SpecError, nearest
-from harness.types import Case, Facts, Scope, Setup
-
-_CACHES = ("cache", "past_key_values")
-_COMPILED = "inside a compiled region"
+from harness.types import Case, Facts, Setup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +60,8 @@ class ModuleAdapter:
         self.info = read_model_info(checkpoint)
         self._source = module
         self._loaded: Loaded | None = None
-        arguments = _arguments(module) if isinstance(module, nn.Module) else None
-        self.scope = _scope(self.info, arguments, setup)
+        arguments = arguments_of(module) if isinstance(module, nn.Module) else None
+        self.scope = scope_of(self.info, arguments, setup)
         self._text = TextFrontEnd(checkpoint)
         self._slots: dict[int, Any] = {}
         self.module_paths: dict[str, str] = {}
@@ -78,12 +76,12 @@ class ModuleAdapter:
         module = self._loaded.module
         module.eval().requires_grad_(False)
         self.structure = discover(module)
-        self._arguments = _arguments(module)
-        self._cache_name = next((n for n in _CACHES if n in self._arguments.named), "")
+        self._arguments = arguments_of(module)
+        self._cache_name = next((n for n in CACHES if n in self._arguments.named), "")
         compiled = setup.options.get("compile", "")
         if compiled:
-            _compile_layers(module, self.structure, compiled)
-        observable = _layers_only if compiled else (lambda _: True)
+            compile_layers(module, self.structure, compiled)
+        observable = layers_only if compiled else (lambda _: True)
         self._taps = Taps(module, self.structure, observable=observable)
         self._decisions = not compiled
         self.module_paths = {name: path for path, name in self.structure.names.items()}
@@ -286,75 +284,6 @@ class ModuleAdapter:
         return PixelFormat(**{**{n: getattr(form, n) for n in form.__slots__}, "layout": layout})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Arguments:
-    named: frozenset[str]
-    open: bool
-
-    def takes(self, name: str) -> bool:
-        """Say whether a call may give an argument; unnamed ones only where they are model inputs by convention."""
-        return name in self.named or (self.open and name in ("mm_token_type_ids",))
-
-
-def _arguments(module: nn.Module) -> _Arguments:
-    parameters = inspect.signature(module.forward).parameters.values()
-    named = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-    return _Arguments(named=named, open=any(p.kind is p.VAR_KEYWORD for p in parameters))
-
-
-def _scope(info: ModelInfo, arguments: _Arguments | None, setup: Setup) -> Scope:
-    """Read what a module claims from the configuration and, where it is known, its signature."""
-    off = {"multi_card": "a module runs on one device", "serves": "a module has no server"}
-    if not info.tokenizer:
-        off["chat"] = "the checkpoint has no tokenizer.json"
-    image = info.vision and (arguments is None or "pixel_values" in arguments.named)
-    if not image:
-        off["image"] = "the module takes no pixel_values" if info.vision else "the checkpoint has no vision tower"
-    phased = arguments is None or bool(arguments.named & set(_CACHES))
-    if not phased:
-        off["phases"] = f"the module takes neither {' nor '.join(_CACHES)}"
-    return Scope(
-        image=image,
-        phases=("prefill", "chunk", "decode") if phased else ("prefill",),
-        max_length_tokens=info.max_length_tokens,
-        chat=info.chat_template and info.tokenizer,
-        unobservable=_inside_layers() if setup.options.get("compile") else {},
-        off=off,
-    )
-
-
-def _inside_layers() -> dict[str, str]:
-    """Return globs of everything inside a layer or block, but not the layer's own inputs and further outputs."""
-    globs = {}
-    for container in ("layers", "vision.blocks"):
-        for digits in ("[0-9]", "[0-9][0-9]", "[0-9][0-9][0-9]"):
-            for rest in ("[!io]*", "i[!n]*", "in[!.]*", "o[!u]*", "ou[!t]*", "out[!.]*"):
-                globs[f"{container}.{digits}.{rest}"] = _COMPILED
-    return globs
-
-
-def _layers_only(name: str) -> bool:
-    """Say whether a unit is a layer or block, or lies outside of them all."""
-    parts = name.split(".")
-    place = next((i for i, part in enumerate(parts) if part in ("layers", "blocks")), None)
-    return place is None or len(parts) == place + 2
-
-
-def _compile_layers(module: nn.Module, structure: Structure, backend: str) -> None:
-    """Compile each layer and block alone. Layers share code, so the limits on recompiling must hold for all of them:
-    beyond them torch would silently run the rest uncompiled.
-    """
-    import torch._dynamo.config as limits
-
-    modules = dict(module.named_modules())
-    for name in ("cache_size_limit", "recompile_limit", "accumulated_cache_size_limit", "accumulated_recompile_limit"):
-        if hasattr(limits, name):
-            setattr(limits, name, max(getattr(limits, name), 64 * len(structure.layers)))
-    for path in (*structure.layers, *structure.blocks):
-        layer = modules[path]
-        layer.forward = torch.compile(layer.forward, backend=backend)  # type: ignore[method-assign]
-
-
 def _pictures_within(extras: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
     """Return the pixels of the pictures that lie in a span, and the span's token types."""
     if "image_spans" not in extras:
@@ -386,7 +315,7 @@ def _logits(output: Any) -> Tensor:
 
 
 def _cache_of(output: Any) -> Any:
-    for name in _CACHES:
+    for name in CACHES:
         found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if found is not None:
             return found

@@ -107,18 +107,32 @@ def experts_of(module: nn.Module) -> str | None:
     A set of n experts has a router beside it: a matrix with n rows.
     """
     for name, child in module.named_children():
-        if "shared" in name:
-            continue
-        count = 0
-        if isinstance(child, nn.ModuleList) and len(child) >= 2 and _matrices(child[0]) >= 1:
-            count = len(child)
-        elif not isinstance(child, _ConvNd):
-            count = max((p.shape[0] for p in child.parameters(recurse=False) if p.dim() == 3), default=0)
-        rows = {p.shape[0] for n, c in module.named_children() if n != name for p in c.parameters() if p.dim() == 2}
-        rows |= {p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 2}
-        if count >= 2 and (count in rows or "expert" in name):
+        count = 0 if "shared" in name else _expert_count(child)
+        own = any(p.dim() == 2 and p.shape[0] == count for p in module.parameters(recurse=False))
+        if count >= 2 and (own or "expert" in name or router_of(module, name) is not None):
             return name
     return None
+
+
+def router_of(module: nn.Module, experts: str) -> str | None:
+    """Return the name of the child that chooses among the experts of another child, or None."""
+    children = dict(module.named_children())
+    count = _expert_count(children[experts])
+    found = [
+        name
+        for name, child in children.items()
+        if name != experts and "shared" not in name
+        if any(p.dim() == 2 and p.shape[0] == count for p in child.parameters())
+    ]
+    return next((name for name in found if re.search(r"router|gate", name)), found[0] if found else None)
+
+
+def _expert_count(child: nn.Module) -> int:
+    if isinstance(child, nn.ModuleList):
+        return len(child) if len(child) and _matrices(child[0]) else 0
+    if isinstance(child, _ConvNd):
+        return 0
+    return max((p.shape[0] for p in child.parameters(recurse=False) if p.dim() == 3), default=0)
 
 
 def _matrices(module: nn.Module) -> int:
@@ -215,12 +229,12 @@ def _name_parts(modules: dict[str, nn.Module], path: str, role: str, renamed: di
         if role == "attn" and "index" in leaf and _matrices(modules[child]) >= 1:
             renamed[child] = f"{base}.indexer"
         elif role == "moe":
-            experts = experts_of(modules[path])
+            experts = experts_of(modules[path]) or ""
             if leaf == experts:
                 renamed[child] = f"{base}.experts"
             elif "shared" in leaf and _matrices(modules[child]) >= 2:
                 renamed[child] = f"{base}.shared_expert"
-            elif re.search(r"router|gate", leaf) and "shared" not in leaf and f"{base}.router" not in renamed.values():
+            elif leaf == router_of(modules[path], experts):
                 renamed[child] = f"{base}.router"
 
 

@@ -128,7 +128,9 @@ def test_images(opened: Opener, name: str) -> None:
     case = image_case(adapter.info, [(56, 84), (100, 60)])
     free, logits, inputs = run(adapter, case)
     expected = free.tensors()
-    assert {"inputs.pixel_values", "inputs.image_grid", "vision.patch_embed", "vision.merger", "merged"} <= set(expected)
+    assert {"inputs.pixel_values", "inputs.image_grid", "vision.patch_embed", "vision.merger", "merged"} <= set(
+        expected
+    )
     assert {t for t in expected if re.fullmatch(r"vision\.blocks\.\d", t)} == {"vision.blocks.0", "vision.blocks.1"}
     assert expected["inputs.pixel_values"].dtype == torch.float32
     rows = int((inputs.token_ids == adapter.info.image_token_id).sum())

@@ -1,0 +1,95 @@
+"""What a module claims: read from the checkpoint's configuration and the module's signature. Knows no model classes.
+
+Also what compiling its layers hides. Must not know recorders.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from harness.adapters.structure import Structure
+from harness.cases import ModelInfo
+from harness.types import Scope, Setup
+
+CACHES = ("cache", "past_key_values")
+"""What the cache is called: since transformers 5, and before."""
+
+_COMPILED = "inside a compiled region"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Which arguments a module names, and whether it is open to more."""
+
+    named: frozenset[str]
+    open: bool
+
+    def takes(self, name: str) -> bool:
+        """Say whether a call may give an argument; unnamed ones only where they are model inputs by convention."""
+        return name in self.named or (self.open and name in ("mm_token_type_ids",))
+
+
+def arguments_of(module: nn.Module) -> Arguments:
+    """Read a module's signature."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    named = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return Arguments(named=named, open=any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+
+def scope_of(info: ModelInfo, arguments: Arguments | None, setup: Setup) -> Scope:
+    """Read what a module claims from the configuration and, where it is known, its signature."""
+    off = {"multi_card": "a module runs on one device", "serves": "a module has no server"}
+    if not info.tokenizer:
+        off["chat"] = "the checkpoint has no tokenizer.json"
+    image = info.vision and (arguments is None or "pixel_values" in arguments.named)
+    if not image:
+        off["image"] = "the module takes no pixel_values" if info.vision else "the checkpoint has no vision tower"
+    phased = arguments is None or bool(arguments.named & set(CACHES))
+    if not phased:
+        off["phases"] = f"the module takes neither {' nor '.join(CACHES)}"
+    if setup.options.get("compile"):
+        off["decisions"] = "choices are made inside compiled layers"
+    return Scope(
+        image=image,
+        phases=("prefill", "chunk", "decode") if phased else ("prefill",),
+        max_length_tokens=info.max_length_tokens,
+        chat=info.chat_template and info.tokenizer,
+        unobservable=_inside_layers() if setup.options.get("compile") else {},
+        off=off,
+    )
+
+
+def _inside_layers() -> dict[str, str]:
+    """Return globs of everything inside a layer or block, but not the layer's own inputs and further outputs."""
+    globs = {}
+    for container in ("layers", "vision.blocks"):
+        for digits in ("[0-9]", "[0-9][0-9]", "[0-9][0-9][0-9]"):
+            for rest in ("[!io]*", "i[!n]*", "in[!.]*", "o[!u]*", "ou[!t]*", "out[!.]*"):
+                globs[f"{container}.{digits}.{rest}"] = _COMPILED
+    return globs
+
+
+def layers_only(name: str) -> bool:
+    """Say whether a unit is a layer or block, or lies outside of them all."""
+    parts = name.split(".")
+    place = next((i for i, part in enumerate(parts) if part in ("layers", "blocks")), None)
+    return place is None or len(parts) == place + 2
+
+
+def compile_layers(module: nn.Module, structure: Structure, backend: str) -> None:
+    """Compile each layer and block alone. Layers share code, so the limits on recompiling must hold for all of them:
+    beyond them torch would silently run the rest uncompiled.
+    """
+    import torch._dynamo.config as limits
+
+    modules = dict(module.named_modules())
+    for name in ("cache_size_limit", "recompile_limit", "accumulated_cache_size_limit", "accumulated_recompile_limit"):
+        if hasattr(limits, name):
+            setattr(limits, name, max(getattr(limits, name), 64 * len(structure.layers)))
+    for path in (*structure.layers, *structure.blocks):
+        layer = modules[path]
+        layer.forward = torch.compile(layer.forward, backend=backend)
