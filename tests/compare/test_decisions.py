@@ -1,7 +1,7 @@
 """Decisions: ties, flips, sets, and values only where decisions agree."""
 
 import torch
-from traces import EXPERTS, TOKENS, compare, hidden, noisy, normal, run_of, trace, value
+from sides import EXPERTS, TOKENS, compare, hidden, noisy, normal, run_of, trace, value
 
 from harness.compare.decisions import conditions, decisions_of
 from harness.compare.subject import Scene

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from traces import TOKENS, WIDTH, compare, hidden, noisy, run_of, trace, value
+from sides import TOKENS, WIDTH, compare, hidden, noisy, run_of, trace, value
 
 from harness.compare import execution_order
 from harness.types import Failure, Scope
