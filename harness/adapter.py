@@ -246,7 +246,7 @@ class TraceRecorder:
         kind = kind or tapnames.kind_of(tap)
         if tapnames.is_input(tap) and self._is_handed(tensor):
             return tensor
-        if tapnames.matches(tap, self.keep):
+        if self._says_something(tap, kind):
             self._store(tap, tensor, kind, dims)
         start = self._first_row(tap, tensor)
         pinned = self.pins.value(tap, kind, start, self.stop) if self.pins is not None else None
@@ -289,6 +289,12 @@ class TraceRecorder:
             return self.start
         rows = tensor.shape[known.dims.index("token")]
         return self.stop - rows if self.stop - self.start < rows <= self.stop else self.start
+
+    def _says_something(self, tap: str, kind: str) -> bool:
+        """Say whether a tap is worth keeping: a replay isolates hidden taps up to its level, and those alone."""
+        if self.pins is not None and kind in tapnames.PINNED_KINDS and tapnames.level_of(tap) > self.pins.level:
+            return False
+        return tapnames.matches(tap, self.keep)
 
     def _store(self, tap: str, tensor: Tensor, kind: str, dims: str) -> None:
         count = self.stop - self.start

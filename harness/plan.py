@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,14 +52,14 @@ def make_sessions(config: Config, folder: Path) -> tuple[Path, dict[str, Session
             "expected a checkpoint, found none: neither side's SPEC names one; use hf:PATH or a builtin as --reference"
         )
     watchdog = Watchdog(load_s=config.watchdog.load_s, run_s=config.watchdog.run_s)
-    pythons = {"reference": None, "accel": config.accel.python}
+    pythons = {"reference": sys.executable, "accel": config.accel.python or sys.executable}
     sessions = {
         side: Session(
             folder / side,
             spec=_spec_text(config, side),
             checkpoint=default_checkpoint(spec) or checkpoint,
             watchdog=watchdog,
-            **({"python": pythons[side]} if pythons[side] else {}),
+            python=pythons[side],
         )
         for side, spec in specs.items()
     }
