@@ -71,11 +71,11 @@ def test_replay(opened: Opener, name: str) -> None:
     for level in (1, 2, 3):
         replayed = run(wide, case, pins_of(free, level))[0]
         found = replayed.tensors()
-        assert list(found) == list(expected)
         assert not replayed.notes
         pinned = {t for t in expected if free.taps[t].kind == "hidden" and level_of(t) <= level}
         assert replayed.pinned == pinned
-        worst = max((difference(found[t], expected[t]), t) for t in expected if expected[t].is_floating_point())
+        assert pinned <= set(found) <= set(expected)
+        worst = max((difference(found[t], expected[t]), t) for t in found if found[t].is_floating_point())
         assert worst < (1e-5, "")
     pins = pins_of(free, 3, torch.bfloat16, decisions=True)
     oracle, port = (run(side, case, pins)[0].tensors() for side in (wide, narrow))
