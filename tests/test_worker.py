@@ -120,7 +120,7 @@ def test_an_adapter_that_cannot_be_imported_is_the_users_mistake(tmp_path):
     setup = Setup(side="accel", role="accel", adapter="x")
     (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\n")
     for spec, word in ((f"{tmp_path}/none.py:factory", "none.py"), (f"{tmp_path}/broken.py:factory", "a_module_that")):
-        one = Session(tmp_path / "session", spec=spec, checkpoint=None)
+        one = Session(tmp_path / "session", spec=spec, checkpoint=tmp_path)
         with pytest.raises(SpecError, match=word):
             one.describe(setup)
         one.close()
