@@ -13,7 +13,6 @@ from harness.types import Measurement
 
 ACCUMULATED = frozenset({
     "accumulated_ratio", "logits_kl_ratio", "kl_nats_per_token", "top1_agreement", "agreeing_share", "greedy_margin_z",
-    "greedy_margin_violations",
 })  # fmt: skip
 """Metrics of free runs: they gather whatever went wrong before, and name no place."""
 
@@ -40,24 +39,35 @@ DIRECT = {
     "eos_mismatches": "generation ends on other ids: not all end-of-sequence ids of the configuration count",
     "concurrency_mismatches": "requests disturb each other: a shared slot, wrong lengths or padding in a batch",
     "endpoint_errors": "the endpoint does not answer as the protocol says",
-    "image_tokens": "another number of image positions: patch grid, merging, or the place of the image token",
     "input_rel_rms_error": "the pixels differ already: resizing, normalisation, channel or patch order",
     "greedy_margin_z": "another token was chosen where the reference was sure",
-    "greedy_margin_violations": "another token was chosen where the reference was sure",
     "taps_change_logits": "looking at the port changes it: a tap aliases a buffer, or hooks switch off a path",
     "collective_wrong_elements": "a collective gives wrong sums: group, datatype, uneven sizes, or an early buffer",
     "rank_disagreements": "ranks that must hold the same do not: a missing reduction, or one rank's own slice",
     "rank_missing": "a rank did not report: it crashed, hung, or never joined",
     "peak_over_plan": "memory grows beyond the plan with length: something is kept per token or per request",
-    "growth_bytes_per_token": "memory grows beyond the plan with length: something is kept per token or per request",
     "decode_latency_median_s": "a decode step is slower than promised",
     "decode_latency_p90_s": "the tail of decode steps is slower than promised",
     "decode_jitter_ratio": "decode steps vary: recompilation, growing buffers, or fallbacks at some lengths",
-    "experts_reached_share": "the cases did not reach every expert, so the rest was not checked",
-    "selection_sparse_share": "the cases never made the selection choose, so the sparse path was not checked",
+    "decision_coverage_share": "the cases did not reach every expert, or never made a selection choose",
     "decision_size_mismatches": "another number of items is chosen: k, the padding of short rows, or repeated ids",
     "decision_outside_valid": "items are chosen that are not allowed: the causal limit, a mask, or ids out of range",
 }  # fmt: skip
+
+AT = {
+    "endpoint.stream": "a stream does not join to the answer in one piece: tokens decoded alone split characters",
+    "endpoint.concurrent": "requests disturb each other: a shared slot or page, wrong lengths or padding in a batch",
+    "endpoint.completion": "the endpoint answers otherwise than the port itself: its prompt, template or sampling",
+    "endpoint.chat": "the endpoint answers otherwise than the port itself: its prompt, template or sampling",
+    "endpoint.finish_reason": "the endpoint tells a wrong reason to stop: end-of-sequence ids, or the token limit",
+    "endpoint.usage": "the endpoint counts other tokens than the port gave: a second BOS, or a hidden last token",
+    "endpoint.chat_usage": "the endpoint counts other tokens than the port gave: a second BOS, or a hidden last token",
+    "endpoint.bad_input": "nonsense is not refused as the client's error, or the server does not survive it",
+    "template.prepared": "a conversation becomes other ids: a second BOS, or special tokens that are split",
+    "tokenizer.decode": "the same ids become another text: skipped special tokens, spaces, or the decoder",
+    "tokenizer.decode_partial": "ids cut inside a character become another text: the decoder's state or its byte fallback",
+}  # fmt: skip
+"""Subjects that say more than their metric does."""
 
 TYPICAL = (
     (r"norm", "epsilon, weight offset (w or 1 + w), the precision of the mean"),
@@ -106,7 +116,8 @@ def cause_of(tap: str, failing: Sequence[Measurement]) -> str:
         m.metric in ("error_ratio", "accumulated_ratio", "logits_kl_ratio") and _is_number(m) for m in failing
     )
     parts = [pattern, _only(failing)]
-    if typical and wants_hint and not any(m.metric in DIRECT for m in failing):
+    split = bool(parts[1]) and "layout" in failing[0].where
+    if typical and wants_hint and not split and not any(m.metric in DIRECT for m in failing):
         parts.append(f"usual there: {typical}")
     return "; ".join(p for p in parts if p)
 
@@ -129,7 +140,7 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
     if any(m.metric == "exact_mismatches" for m in failing):
         return _exact(tap)
     metrics = {m.metric for m in failing}
-    direct = next((DIRECT[m.metric] for m in failing if m.metric in DIRECT), "")
+    direct = next((_direct(m) for m in failing if m.metric in DIRECT), "")
     if direct:
         return direct
     if metrics <= {"decision_margin_z", "decision_flips_excess"}:
@@ -141,6 +152,12 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
     if "error_ratio" not in metrics:
         return f"{failing[0].metric.replace('_', ' ')}: outside what was promised"
     return _slices(tap, failing)
+
+
+def _direct(m: Measurement) -> str:
+    """Return what a metric that names its own cause says: of the very values, of its subject, or in general."""
+    pattern = m.detail.get("pattern")
+    return f"memory holds {pattern}" if pattern else AT.get(m.subject, DIRECT[m.metric])
 
 
 def _missing(m: Measurement) -> str:

@@ -48,10 +48,7 @@ METRICS: Mapping[str, str] = {
     "agreeing_share": "share",
     # text
     "greedy_margin_z": "z",
-    "greedy_margin_violations": "count",
     "taps_change_logits": "count",
-    # image
-    "image_tokens": "tokens",
     # multi_card
     "collective_wrong_elements": "count",
     "rank_disagreements": "count",
@@ -61,8 +58,6 @@ METRICS: Mapping[str, str] = {
     "decode_latency_p90_s": "s",
     "decode_jitter_ratio": "ratio",
     "peak_over_plan": "ratio",
-    "growth_bytes_per_token": "bytes/token",
     # coverage
-    "experts_reached_share": "share",
-    "selection_sparse_share": "share",
+    "decision_coverage_share": "share",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from harness.compare import compare_run, execution_order
+from harness.compare import compare_run, coverage, execution_order
 from harness.stages import FLOORS, StageContext, StageView
 from harness.types import Case, Measurement, Run, Trace
 
@@ -81,10 +81,13 @@ def measure_runs(view: StageView, stage: str, runs: Iterable[Run]) -> list[Measu
     for run in runs:
         if run.kind in ("forward", "steps") and run.observe:
             floors = [t for key in FLOORS if isinstance(t := view.trace(key, run.id), Trace)]
+            oracle = view.trace("oracle", run.id)
+            if isinstance(oracle, Trace) and not run.level:
+                found += coverage(stage, run, oracle)
             found += compare_run(
                 stage=stage,
                 run=run,
-                oracle=view.trace("oracle", run.id),
+                oracle=oracle,
                 floors=floors,
                 accel=view.trace("accel", run.id),
                 scope=view.context.scope,

@@ -111,5 +111,5 @@ def test_every_practice_names_criteria_that_exist() -> None:
 
 def test_every_unit_is_a_known_word() -> None:
     """Units come from a short list, so that a typing error cannot make two units of one."""
-    known = {"count", "ratio", "share", "z", "s", "tokens", "tokens/s", "nats/token", "bytes/token"}
+    known = {"count", "ratio", "share", "z", "s", "tokens", "tokens/s", "nats/token"}
     assert set(METRICS.values()) <= known

@@ -7,7 +7,7 @@ import torch
 
 from harness.metrics.distributions import greedy_margin_z, kl_nats_per_token, top1_agreement
 from harness.metrics.latency import jitter_ratio, median, p90, quantile
-from harness.metrics.memory import growth_bytes_per_token, peak_over_plan
+from harness.metrics.memory import peak_over_plan
 
 
 def test_kl_is_summed_over_the_vocabulary_and_averaged_over_tokens() -> None:
@@ -72,9 +72,3 @@ def test_a_plan_of_nothing_proves_nothing() -> None:
     assert peak_over_plan(peak_bytes=3, planned_bytes=2) == 1.5
     assert math.isnan(peak_over_plan(peak_bytes=3, planned_bytes=0))
     assert math.isnan(peak_over_plan(peak_bytes=0, planned_bytes=3))
-
-
-def test_growth_is_a_slope() -> None:
-    """Memory that grows by 4 bytes a token has the slope 4; a single length has none."""
-    assert growth_bytes_per_token(peaks_bytes=[104.0, 108.0, 116.0], lengths_tokens=[1, 2, 4]) == pytest.approx(4.0)
-    assert math.isnan(growth_bytes_per_token(peaks_bytes=[1.0], lengths_tokens=[1]))
