@@ -8,17 +8,13 @@ transformers keeps in float32 stay there, or become float64 for a float64 oracle
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from harness.adapter import Weight
 from harness.adapters.module import Loaded, ModuleAdapter
-from harness.checkpoint import open_checkpoint
-from harness.checkpoint.header import dtype_bits
 from harness.errors import CheckpointError, SpecError
 from harness.types import Setup
 
@@ -67,7 +63,7 @@ def _load(checkpoint: Path, setup: Setup) -> Loaded:
         "attention": str(getattr(module.config, "_attn_implementation", "")),
         "experts": str(getattr(module.config, "_experts_implementation", "")),
     }
-    return Loaded(module=module, facts=facts, weights=lambda: _weights(module, checkpoint))
+    return Loaded(module=module, facts=facts)
 
 
 def _auto(transformers: Any, config: Any) -> Any:
@@ -97,23 +93,3 @@ def _widen(module: nn.Module) -> None:
 def _as_double(value: torch.Tensor) -> Any:
     wide = value.detach().double()
     return nn.Parameter(wide, requires_grad=False) if isinstance(value, nn.Parameter) else wide
-
-
-def _weights(module: Any, checkpoint: Path) -> Iterator[Weight]:
-    """Yield what memory holds under the checkpoint's names, fused ones taken apart as transformers would save them."""
-    stored = open_checkpoint(checkpoint).tensors
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # releases before weight conversion keep the checkpoint's names
-        held = dict(module.state_dict())
-    else:
-        held = dict(revert_weight_conversion(module, module.state_dict()))
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    for name, value in held.items():
-        place = (value.data_ptr(), tuple(value.shape))
-        if name not in stored and place in seen:
-            continue  # a tied weight, given under its other name
-        seen.add(place)
-        ref = stored.get(name)
-        narrow = ref is not None and dtype_bits(ref.dtype) > 8 * value.element_size()
-        yield Weight(name=name, tensor=value, checkpoint=name if ref is not None else "", lossless=not narrow)

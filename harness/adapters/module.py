@@ -30,11 +30,10 @@ from harness.types import Case, Facts, Setup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A module with its weights, what loading observed, and how its weights are called in the checkpoint."""
+    """A module with its weights, and what loading observed."""
 
     module: nn.Module
     facts: Facts = field(default_factory=dict)
-    weights: Callable[[], Iterator[Weight]] | None = None
 
 
 class ModuleAdapter:
@@ -166,11 +165,8 @@ class ModuleAdapter:
     # --- weights ---
 
     def weights(self) -> Iterator[Weight]:
-        """Yield every parameter and persistent buffer once, under the checkpoint's names where they are known."""
+        """Yield every parameter and persistent buffer under the module's own names, tied ones once for each name."""
         loaded = self._ready()
-        if loaded.weights is not None:
-            yield from loaded.weights()
-            return
         from harness.checkpoint import open_checkpoint
 
         stored = open_checkpoint(self.checkpoint).tensors
