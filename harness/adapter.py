@@ -218,7 +218,8 @@ def _jittered(value: Tensor, *, seed: int, name: str) -> Tensor:
 class TraceRecorder:
     """Collect taps in execution order, and replay pinned values (a Recorder).
 
-    Values are recorded as the port computed them, before they are overwritten. Calls over consecutive token spans are
+    Values are recorded as the port computed them, before they are overwritten; what is not recorded is not overwritten,
+    or its error would be seen by nobody. Calls over consecutive token spans are
     joined along the token axis, so a phased run compares with a whole prefill. A value that is the very tensor handed
     out before (an input that is the previous unit's output) says nothing new and is not recorded.
     """
@@ -246,10 +247,11 @@ class TraceRecorder:
         kind = kind or tapnames.kind_of(tap)
         if tapnames.is_input(tap) and self._is_handed(tensor):
             return tensor
-        if self._says_something(tap, kind):
+        keep = self._says_something(tap, kind)
+        if keep:
             self._store(tap, tensor, kind, dims)
         start = self._first_row(tap, tensor)
-        pinned = self.pins.value(tap, kind, start, self.stop) if self.pins is not None else None
+        pinned = self.pins.value(tap, kind, start, self.stop) if self.pins is not None and keep else None
         result = tensor
         if pinned is not None:
             fitted = _fitted(pinned, tensor, self.pins.taps[tap].dims if self.pins is not None else (), kind, self.stop)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from harness.diagnose.causes import ACCUMULATED, cause_of
 from harness.gate import limit_at
-from harness.taps import is_input, unit_of
+from harness.taps import is_input, layer_of, level_of, unit_of
 from harness.types import Criterion, Finding, Measurement
 
 TOP = 5
@@ -26,11 +26,15 @@ Failing = tuple[Criterion, Measurement]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Failing measurements of one place. `tap` is the first in execution order; `order` its position."""
+    """Failing measurements of one place. `tap` is the first in execution order; `order` its position.
+
+    The first `own` of `failing` are of the place itself, the rest of what lies inside and was not isolated from it.
+    """
 
     tap: str
     order: int
     failing: tuple[Failing, ...]
+    own: int
 
 
 def explain(failing: Sequence[Failing], *, modules: Mapping[str, str], reproduce: str) -> list[Finding]:
@@ -69,10 +73,13 @@ def _split(failing: Sequence[Failing]) -> list[Place]:
     for level in sorted({_level(m) for _, m in local}, reverse=True):
         deeper = {unit_of(m.subject) for _, m in kept}
         kept += [p for p in local if _level(p[1]) == level and not _explained(p[1], deeper)]
+    wrong = {(m.run, unit_of(m.subject)) for _, m in kept if m.metric == "error_ratio"}
     groups: dict[str, list[Failing]] = {}
     for pair in kept:
-        groups.setdefault(_group(pair[1]), []).append(pair)
-    return [_place(group) for group in groups.values()]
+        outer = _isolated_around(pair[1])
+        key = outer if (pair[1].run, outer) in wrong else _group(pair[1])
+        groups.setdefault(key, []).append(pair)
+    return [_place(group, unit) for unit, group in groups.items()]
 
 
 def _explained(measurement: Measurement, deeper: Iterable[str]) -> bool:
@@ -91,9 +98,26 @@ def _group(measurement: Measurement) -> str:
     return tap.split(".topk")[0] + (".topk" if ".topk" in tap else "")
 
 
-def _place(group: Sequence[Failing]) -> Place:
-    first = min(group, key=lambda p: p[1].order)
-    return Place(tap=first[1].subject, order=first[1].order, failing=tuple(sorted(group, key=_badness)))
+def _isolated_around(measurement: Measurement) -> str:
+    """Return the unit that a replay isolated around a decision, or an empty string.
+
+    A replay of layers overwrites nothing inside one: what is chosen there follows whatever went wrong before it in the
+    layer, so where the layer's value is wrong too, the layer is the place.
+    """
+    tap, level = measurement.subject, _level(measurement)
+    if ".topk" not in tap or not 1 <= level < level_of(tap):
+        return ""
+    layer = layer_of(tap)
+    return ".".join([layer, *tap[len(layer) + 1 :].split(".")[: level - 1]])
+
+
+def _place(group: Sequence[Failing], unit: str = "") -> Place:
+    """Return the place of a group: its unit's own first tap, whose measurements speak before those inside of it."""
+    own = [p for p in group if unit_of(p[1].subject) == unit] or list(group)
+    first = min(own, key=lambda p: p[1].order)
+    inside = [p for p in group if p not in own]
+    failing = (*sorted(own, key=_badness), *sorted(inside, key=_badness))
+    return Place(tap=first[1].subject, order=first[1].order, failing=failing, own=len(own))
 
 
 def _accumulated(failing: Sequence[Failing]) -> list[Place]:
@@ -117,7 +141,7 @@ def _finding(place: Place, modules: Mapping[str, str], reproduce: str) -> Findin
         tap=place.tap,
         module=_module(place.tap, modules),
         op=unit_of(place.tap).rsplit(".", 1)[-1] if not place.tap.startswith("inputs.") else "input",
-        cause=cause_of(place.tap, [m for _, m in place.failing]),
+        cause=cause_of(place.tap, [m for _, m in place.failing[: place.own]]),
         message=_sentence(criterion, worst),
         evidence=tuple(dict.fromkeys(_sentence(c, m) for c, m in place.failing[1:]))[:EVIDENCE],
         residual_ratio=max(ratios, key=lambda v: math.inf if math.isnan(v) else v) if ratios else None,
@@ -147,7 +171,16 @@ def _sentence(criterion: Criterion, measurement: Measurement) -> str:
     at = f" at {m.where['slice']} {m.where[m.where['slice']]}" if m.where.get("slice") in m.where else ""
     token = f" at token {m.where['token']}" if not at and "token" in m.where else ""
     value = f"{m.value:.0f}" if m.unit == "count" else f"{m.value:.4g}"
-    return f"{head} is {value}{at}{token}, promised {promised}{_origin(m)}"
+    return f"{head} is {value}{at}{token}, promised {promised}{_origin(m)}{_told(m)}"
+
+
+def _told(m: Measurement) -> str:
+    """Return what a measurement itself says of its value: its message, or what was expected and found."""
+    if m.detail.get("message"):
+        return f": {m.detail['message']}"
+    if "actual" in m.detail and "expected" in m.detail:
+        return f": expected {m.detail['expected']}, found {m.detail['actual']}"
+    return ""
 
 
 def _origin(m: Measurement) -> str:

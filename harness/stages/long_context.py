@@ -47,7 +47,8 @@ def plan(context: StageContext) -> list[Run]:
         case = text_case(context.info, length, seed=7, kind="long")
         for run in free_and_replays(context, NAME, case, suffix=f"-{length}"):
             if run.level <= 1:
-                runs.append(replace(run, taps=LAYERS_ONLY, options={"buckets": BUCKETS}))
+                taps = () if run.level else LAYERS_ONLY
+                runs.append(replace(run, taps=taps, options={"buckets": BUCKETS}))
     longest = max(lengths)
     case = text_case(context.info, longest, seed=7, kind="long")
     runs.append(Run(id="long_context/memory", stage=NAME, kind="forward", case=case, observe=False))

@@ -12,7 +12,7 @@ LAYERS_ONLY = (
     "inputs.*", "embed", "merged", "layers.[0-9]", "layers.[0-9][0-9]", "layers.[0-9][0-9][0-9]", "*.topk", "*.topk.*",
     "*mask", "norm", "logits",
 )  # fmt: skip
-"""Taps that a level-1 replay judges; long prompts and phases keep no others."""
+"""Taps that a free run of a long prompt keeps, and its layer replays overwrite."""
 
 
 def free_and_replays(context: StageContext, stage: str, case: Case, *, suffix: str = "") -> list[Run]:
@@ -62,7 +62,6 @@ def phase(
         pin_role=pin_role(context),
         pin_decisions=True,
         before=before,
-        taps=LAYERS_ONLY,
         options={"phase": name, "compare_from": compare_from},
     )
 

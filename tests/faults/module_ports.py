@@ -298,7 +298,7 @@ def logits_capped(parts: Parts) -> None:
     if cap is not None:
         cap.forward = functools.wraps(cap.forward)(lambda x: x)  # type: ignore[method-assign]
         return
-    on_output(parts.module.get_output_embeddings(), lambda y, _: 30 * torch.tanh(y / 30))
+    on_output(parts.module.get_output_embeddings(), lambda y, _: 6 * torch.tanh(y / 6))
 
 
 # --- attention
