@@ -98,8 +98,8 @@ def _drain(requests: list[Iterator[tuple[int, Tensor]]]) -> list[tuple[TokenIds,
 def serve(port: Any, run: Run, beat: Callable[[str], None]) -> Facts:
     """Hold the port's endpoint against the port itself, called without HTTP (run kind `serve`).
 
-    Options: `prompts` (texts; the run's case is used where the port has no text front end), `conversations`,
-    `timeout_s`. Returns: what `harness.adapters.smoke.smoke` returns.
+    Options: `prompts` (texts, beside the token ids of the run's case), `conversations`, `timeout_s`.
+    Returns: what `harness.adapters.smoke.smoke` returns.
     """
     from harness.adapters.smoke import smoke
 
@@ -110,7 +110,7 @@ def serve(port: Any, run: Run, beat: Callable[[str], None]) -> Facts:
     count, cases, chats = run.case.max_new_tokens, [run.case], []
     front = "chat" in capabilities(port)
     if front:
-        cases = [Case(id=f"prompt-{i}", prompt=p, max_new_tokens=count) for i, p in enumerate(run.options["prompts"])]
+        cases += [Case(id=f"prompt-{i}", prompt=p, max_new_tokens=count) for i, p in enumerate(run.options["prompts"])]
         talks = [tuple(messages) for messages in run.options["conversations"]]
         chats = [Case(id=f"chat-{i}", messages=talk, max_new_tokens=count) for i, talk in enumerate(talks)]
     return smoke(

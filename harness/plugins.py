@@ -44,6 +44,8 @@ def parse_spec(text: str) -> Spec:
     head, mark, rest = text.strip().partition(":")
     if not mark or not head or not rest:
         raise SpecError(f"expected KIND:TARGET, FILE.py:factory or package.module:factory, found {text!r}")
+    if head == "openai" and not rest.startswith(("http://", "https://")):
+        raise SpecError(f"expected a URL like openai:http://127.0.0.1:8000/v1, found {text!r}")
     if head in ("openai", "serve"):
         return Spec(kind=head, target=rest)  # a URL or a command may hold question marks of its own
     if head in KINDS:
@@ -162,7 +164,19 @@ def _imported(load: Callable[[], Any], what: str) -> Any:
     except Day0Error:
         raise
     except (Exception, SystemExit) as error:  # the side under test: its imports may do anything
-        raise SpecError(f"{what} cannot be imported: {error!r}\n{traceback.format_exc()}") from error
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{what}.".startswith(f"{error.name}."):
+            raise SpecError(
+                f"expected an importable module {what}, found no module named {error.name!r}; "
+                "install it, put its folder on PYTHONPATH, or name a file: FILE.py:factory"
+            ) from error
+        raise SpecError(f"{what} cannot be imported: {error!r}\n{_frames(error)}") from error
+
+
+def _frames(error: BaseException) -> str:
+    """Return the traceback of the user's own code: the import machinery and this file are left out."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+    return "".join([*traceback.format_list(own or frames), *traceback.format_exception_only(type(error), error)])
 
 
 def _called(factory: Callable[..., Any], *given: Any) -> Any:

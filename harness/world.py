@@ -33,6 +33,9 @@ _PEER_GONE = re.compile(
 )
 """What process groups say when another rank is gone: a consequence, not a cause."""
 
+_IN_COLLECTIVE = "distributed_c10d.py"
+"""What the stack of a rank holds that waits for other ranks."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
@@ -144,6 +147,9 @@ class _World:
         name = f"rank {rank} of layout {job.run.layout}"
         if reason:
             message = f"{name}: {reason}; {self._who_is_behind()}. The world was stopped"
+            if self.beats and not self.never_lived and self._by_progress()[0].rank != rank:
+                told["last_tap"] = ""  # it waits for the one behind, whose place is the one to look at
+                message = f"{name} waits at {self._at(rank)}; {message.partition(': ')[2]}"
             return Failure(kind="hang", message=message, stack=self.stacks.get(rank, ""), **told)
         code = self._culprits().get(rank)
         raised = {_rank(j) for j in self.jobs if load_failure(j.out) is not None}
@@ -256,8 +262,13 @@ class _World:
         if self.never_lived:
             silent = sorted(set(range(self.size)) - {b.rank for b in self.beats})
             return f"rank {', '.join(map(str, silent))} never started"
-        order = sorted(self.beats, key=lambda b: (b.count, b.at_s))
+        order = self._by_progress()
         return "furthest behind is " + ", then ".join(f"rank {b.rank}, last seen at {b.words!r}" for b in order)
+
+    def _by_progress(self) -> list[_Beat]:
+        """Order the ranks, the one that holds up the others first: not itself waiting in a collective, least done."""
+        waits = {rank for rank, stack in self.stacks.items() if _IN_COLLECTIVE in stack}
+        return sorted(self.beats, key=lambda b: (b.rank in waits, b.count, b.at_s))
 
     def _culprits(self) -> dict[int, int]:
         """Return the ranks that ended by themselves, with their exit codes, from torchrun's closing summary."""

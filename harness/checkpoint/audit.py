@@ -21,7 +21,7 @@ from harness.adapter import Weight
 from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.content import Pending, explain
 from harness.checkpoint.formats import Logical, decode, logical_tensors
-from harness.checkpoint.values import Difference, difference, nonfinite, rounded_digests
+from harness.checkpoint.values import Difference, difference, nonfinite, pattern_of, rounded_digests
 from harness.errors import CheckpointError
 
 _DERIVED = re.compile(r"(^|[._])(inv_freq|position_ids|cos_cached|sin_cached|num_batches_tracked|causal_mask)\b")
@@ -35,9 +35,9 @@ class WeightFact:
 
     `match`: named (compared with `source`), raw (stored bytes as they are), content (made of checkpoint rows), derived
     (a buffer that is computed) or none. `mismatches` are elements that differ from the named tensor; `unmatched` those
-    that come from no checkpoint row either. `order` is where the rows come from, as JSON; `regular` says whether
-    sources are whole and numbered ascending, `ascending` the latter alone. `narrowed`: stored in float32 as an
-    exception, held narrower.
+    that come from no checkpoint row either, `pattern` what they look like. `order` is where the rows come from, as
+    JSON; `regular` says whether sources are whole and numbered ascending, `ascending` the latter alone. `narrowed`:
+    stored in float32 as an exception, held narrower.
     """
 
     name: str
@@ -54,6 +54,7 @@ class WeightFact:
     expected: str = ""
     found: str = ""
     relative_error: str = ""
+    pattern: str = ""
     nonfinite: int = 0
     padding_rows: int = 0
     ambiguous_rows: int = 0
@@ -193,6 +194,8 @@ def _by_name(audit: _Audit, fact: WeightFact, held: Tensor, source: str, certain
     fact = dataclasses.replace(fact, lossless=fact.lossless or wider)
     narrowed = logical.format == "plain" and logical.dtype == "F32" and narrow and audit.float32_is_rare
     fact = _with_difference(dataclasses.replace(fact, match="named", source=source, narrowed=narrowed), diff, held)
+    if diff.mismatches and diff.how in ("same", "reshape"):
+        fact = dataclasses.replace(fact, pattern=pattern_of(actual=held, expected=expected))
     lossy_ok = not fact.lossless and diff.how in ("same", "reshape")
     if not diff.mismatches or lossy_ok:
         audit.used.add(source)

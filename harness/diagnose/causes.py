@@ -65,7 +65,7 @@ AT = {
     "endpoint.bad_input": "nonsense is not refused as the client's error, or the server does not survive it",
     "template.prepared": "a conversation becomes other ids: a second BOS, or special tokens that are split",
     "tokenizer.decode": "the same ids become another text: skipped special tokens, spaces, or the decoder",
-    "tokenizer.decode_partial": "ids cut inside a character become another text: the decoder's state or its byte fallback",
+    "tokenizer.decode_partial": "ids cut inside a character become another text: the decoder or its byte fallback",
 }  # fmt: skip
 """Subjects that say more than their metric does."""
 

@@ -215,7 +215,9 @@ class _Reference:
 
 def _one_weight(run: Run, w: Mapping[str, Any], reference: _Reference, order: int) -> Iterator[Measurement]:
     def one(metric: str, value: float, message: str) -> Measurement:
-        detail = {k: w[k] for k in ("shape", "dtype", "match", "source", "max_ulp", "worst", "expected", "found")}
+        detail = {
+            k: w[k] for k in ("shape", "dtype", "match", "source", "max_ulp", "worst", "expected", "found", "pattern")
+        }
         detail |= {"message": f"{w['name']}: {message}", "order": w["order"][:400]}
         return _measured(run, metric, value, w["name"], order=order, detail=detail)
 
@@ -251,6 +253,8 @@ def _difference_words(w: Mapping[str, Any]) -> str:
     words = f"{w['unmatched']} of {total} elements differ from the checkpoint"
     if w["expected"]:
         words += f"; at {w['worst']} expected {w['expected']}, found {w['found']} ({w['max_ulp']:g} ulp)"
+    if w["pattern"]:
+        words += f"; memory holds {w['pattern']}"
     return words
 
 

@@ -205,15 +205,16 @@ def server_ignores_ids() -> None:
 
 
 @fault
-def mixed_requests() -> None:
-    """The indexer's keys are read through the block table of the request that came last."""
+def page_given_twice() -> None:
+    """Beside another request, a page stays on the free list although it was given away."""
 
-    def read(real: Any, self: PagedCache, layer: int, field: str, slot: int, stop: int) -> torch.Tensor:
-        last = list(self.block_tables)[-1]
-        known = field == "index" and self.lengths[last] >= stop
-        return real(self, layer, field, last if known else slot, stop)
+    def extend(real: Any, self: PagedCache, slot: int, start: int, stop: int) -> None:
+        free = list(self.free_pages)
+        real(self, slot, start, stop)
+        if len(self.block_tables) > 1:
+            self.free_pages = free
 
-    around(PagedCache, "read", read)
+    around(PagedCache, "extend", extend)
 
 
 @fault
