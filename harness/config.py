@@ -148,7 +148,7 @@ class WatchdogSection(_Section):
 
     load_s: Annotated[float, Field(gt=0)] = 600.0
     run_s: Annotated[float, Field(gt=0)] = 300.0
-    startup_s: Annotated[float, Field(gt=0)] = 120.0
+    startup_s: Annotated[float, Field(gt=0)] = 300.0
 
 
 class Config(_Section):

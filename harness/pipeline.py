@@ -19,8 +19,9 @@ from harness import gate
 from harness.checklist import Checklists, load_checklists
 from harness.config import Config
 from harness.diagnose import explain
-from harness.errors import PortError
+from harness.errors import TraceError, UsageError
 from harness.evidence import environment, exercised, not_covered, practice_evidence
+from harness.golden import read_manifest
 from harness.plan import Plan, goldens_folder, make_plan, make_sessions, make_setups, out_of_scope, refused
 from harness.record import Session, is_current, read_trace
 from harness.record import refuse as refuse_run
@@ -37,11 +38,12 @@ def verify(config: Config, display: Display, *, command: str = "") -> Results:
     """Take the port through the asked stages and write RUN/. Returns the results; raises UsageError and the like."""
     checklists = load_checklists(config.run.checklists)
     started, begin = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), time.perf_counter()
-    out = config.run.out.resolve()
+    out = _made(config.run.out)
     checkpoint, sessions = make_sessions(config, out / "sessions")
     try:
         plan = _described_plan(config, checkpoint, sessions)
         campaign = Campaign(plan, sessions, checklists, display, out)
+        campaign.check_goldens()
         stages = campaign.all()
     finally:
         for session in sessions.values():
@@ -69,6 +71,14 @@ def verify(config: Config, display: Display, *, command: str = "") -> Results:
     )
     render(results, out)
     return results
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: expected a folder that can be written at {folder}, found: {error}") from error
+    return folder.resolve()
 
 
 def dry_run(config: Config) -> list[dict[str, Any]]:
@@ -113,10 +123,7 @@ def _described_plan(config: Config, checkpoint: Path, sessions: Mapping[str, Ses
     setups = make_setups(config)
     described = {}
     for side, role in (("reference", "oracle"), ("accel", "accel")):
-        answer = sessions[side].describe(setups[role])
-        if side == "reference" and isinstance(answer, Failure):
-            raise PortError(f"the reference could not be opened: {answer.message}\n{answer.stack}")
-        described[side] = refused(answer, side)
+        described[side] = refused(sessions[side].describe(setups[role]), side)
     return make_plan(config, checkpoint, described)
 
 
@@ -212,6 +219,15 @@ class Campaign:
     def _key(self, name: str) -> str:
         return digest_of([self._base_key(), as_json(self.plan.stages[name])])
 
+    def check_goldens(self) -> None:
+        """Raise UsageError for a golden whose manifest cannot be read, before anything is loaded."""
+        for job in self.schedule.jobs:
+            if job.role != "accel" and (job.folder / "manifest.json").is_file():
+                try:
+                    read_manifest(job.folder)
+                except TraceError as error:
+                    raise UsageError(f"--goldens: {error}; delete {job.folder} and it is recorded anew") from error
+
     def record_goldens(self) -> int:
         """Record what of the oracle and the floors is not there yet, for all stages; return how many runs that were."""
         if not self.plan.scope.replay:
@@ -224,6 +240,11 @@ class Campaign:
             setup = self.plan.setups[role]
             wanted = Schedule(jobs=tuple(jobs), folders={}).of(*roles)
             todo = [j for j in wanted if not (keep and is_current(j.folder, j.run, setup))]
+            failure = self.plan.described["reference"].get("failure")
+            if failure is not None:
+                for job in todo:
+                    refuse_run(job.folder, replace(failure, run=job.run.id))
+                continue
             done += self._record(self.sessions["reference"], role, todo)
         if done and keep:
             self.sessions["reference"].close()
@@ -274,6 +295,7 @@ class Campaign:
             checkpoint=session.checkpoint or self.plan.checkpoint,
             setup=setup,
             timeout_s=self.plan.config.watchdog.run_s,
+            startup_s=self.plan.config.watchdog.startup_s,
             python=session.python,
         )
 

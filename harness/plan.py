@@ -51,7 +51,8 @@ def make_sessions(config: Config, folder: Path) -> tuple[Path, dict[str, Session
         raise UsageError(
             "expected a checkpoint, found none: neither side's SPEC names one; use hf:PATH or a builtin as --reference"
         )
-    watchdog = Watchdog(load_s=config.watchdog.load_s, run_s=config.watchdog.run_s)
+    limits = config.watchdog
+    watchdog = Watchdog(describe_s=limits.startup_s, load_s=limits.load_s, run_s=limits.run_s)
     pythons = {"reference": sys.executable, "accel": config.accel.python or sys.executable}
     sessions = {
         side: Session(

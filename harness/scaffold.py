@@ -42,7 +42,7 @@ spec = "port.py:port"             # FILE.py:function, package.module:function, h
 [watchdog]                        # seconds without a sign of life before the port counts as hung
 # load_s = 600
 # run_s = 300
-# startup_s = 120
+# startup_s = 300
 """
 
 PORT = '''\
