@@ -187,7 +187,7 @@ def _called(factory: Callable[..., Any], *given: Any) -> Any:
         raise
     except Exception as error:  # the side under test
         name = getattr(factory, "__name__", repr(factory))
-        raise PortError(f"the port's factory {name} raised {error!r}\n{traceback.format_exc()}") from error
+        raise PortError(f"the port's factory {name} raised {error!r}") from error
 
 
 def _checked(found: Any, spec: Spec, checkpoint: Path | None, setup: Setup) -> Adapter:

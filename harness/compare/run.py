@@ -268,7 +268,8 @@ def _lost(
     """Measure a run that did not end as missing: tap by tap where the promised taps are known."""
     assert not isinstance(side, Trace)
     message = f"{who}: {side.kind}: {side.message}" if side is not None else f"{who} has no trace of this run"
-    detail = {"message": message, "last_tap": side.last_tap if side is not None else ""}
+    told = {"last_tap": side.last_tap, "kind": side.kind} if side is not None else {"last_tap": "", "kind": ""}
+    detail = {"message": message, **told}
     if oracle is None or scope is None:
         metrics = ("error_ratio",) if run.level else ("accumulated_ratio", "logits_kl_ratio", "exact_mismatches")
         return [measured(stage, run, m, None, subject="*", problem="error", detail=detail) for m in metrics]

@@ -69,6 +69,14 @@ AT = {
 }  # fmt: skip
 """Subjects that say more than their metric does."""
 
+BROKEN_OFF = {
+    "crash": "the process died: memory that is not its own, an abort in native code, or a missing library",
+    "hang": "no sign of life: a wait for something that never comes, or a step far slower than the watchdog allows",
+    "memory": "out of memory: what is held there, or was kept from before, is more than there is",
+    "raised": "the code itself gave up: its own words say why",
+}  # fmt: skip
+"""What it means when a run did not end, by the kind of its end."""
+
 TYPICAL = (
     (r"norm", "epsilon, weight offset (w or 1 + w), the precision of the mean"),
     (r"indexer\.(q|k)$|(^|\.)(q|k|k_rope|rope|rotary)(_\w+)?$", "rotary style, its base or scaling, or permuted rows"),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.diagnose.causes import ACCUMULATED, cause_of
+from harness.diagnose.causes import ACCUMULATED, BROKEN_OFF, cause_of
 from harness.gate import limit_at
 from harness.taps import is_input, layer_of, level_of, unit_of
 from harness.types import Criterion, Finding, Measurement
@@ -214,12 +214,15 @@ def _lost_finding(group: Sequence[Measurement], modules: Mapping[str, str], repr
     last = next((str(m.detail["last_tap"]) for m in group if m.detail.get("last_tap")), "")
     runs = sorted({m.run for m in group if m.run})
     subject = last or min(group, key=lambda m: m.order).subject
-    after = "what runs behind this tap" if last else "no tap was reached: loading, or the first step of the run"
+    after = (
+        "look at what runs behind this place" if last else "no tap was reached: loading, or the first step of the run"
+    )
+    end = next((text for m in group if (text := BROKEN_OFF.get(str(m.detail.get("kind"))))), "")
     return Finding(
         tap=subject,
         module=_module(subject, modules),
-        op=unit_of(subject).rsplit(".", 1)[-1],
-        cause=f"the run broke off, so the rest of it was not seen; look at {after}",
+        op="" if " " in subject else unit_of(subject).rsplit(".", 1)[-1],
+        cause=f"the run broke off, so the rest of it was not seen; {after}{f'; {end}' if end else ''}",
         message=message,
         evidence=(f"runs lost: {', '.join(runs)}",) if runs else (),
         reproduce=reproduce,

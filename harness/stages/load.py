@@ -63,7 +63,9 @@ def _lost(run: Run, side: Failure | Trace | None) -> list[Measurement]:
     assert not isinstance(side, Trace)
     message = f"the port: {side.kind}: {side.message}" if side is not None else "the port has no trace of this run"
     metrics = _LOAD_METRICS if run.kind == "load" else _WEIGHT_METRICS
-    return [_measured(run, m, None, "*", problem="error", detail={"message": message}) for m in metrics]
+    told = {"last_tap": side.last_tap, "kind": side.kind} if side is not None else {"last_tap": "", "kind": ""}
+    detail = {"message": message, **told}
+    return [_measured(run, m, None, "*", problem="error", detail=detail) for m in metrics]
 
 
 def _measured(

@@ -211,7 +211,8 @@ def _lost(run: Run, side: Trace | Failure | None, metric: str, subject: str) -> 
     """Return a promised number that could not be taken, because a run did not end."""
     assert not isinstance(side, Trace)
     message = f"{side.kind}: {side.message}" if side is not None else "there is no trace of this run"
-    detail = {"message": message, "last_tap": side.last_tap if side is not None else ""}
+    told = {"last_tap": side.last_tap, "kind": side.kind} if side is not None else {"last_tap": "", "kind": ""}
+    detail = {"message": message, **told}
     where = {"rank": run.options["rank"]}
     return _measured(run, metric, None, subject, problem="error", where=where, detail=detail)
 

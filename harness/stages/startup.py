@@ -106,7 +106,8 @@ _PROMISED = {
 def _lost(run: Run, side: Failure | Trace | None, who: str) -> list[Measurement]:
     assert not isinstance(side, Trace)
     message = f"{who}: {side.kind}: {side.message}" if side is not None else f"{who} has no trace of this run"
-    detail = {"message": message, "last_tap": side.last_tap if side is not None else ""}
+    told = {"last_tap": side.last_tap, "kind": side.kind} if side is not None else {"last_tap": "", "kind": ""}
+    detail = {"message": message, **told}
     return [_measured(run, metric, None, "*", problem="error", detail=detail) for metric in _PROMISED[run.kind]]
 
 
