@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from harness import cli
 from harness.types import STAGES
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))  # tiny.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,16 @@ def verify(tmp_path_factory, goldens, run_day0):
         return Outcome(code=code, results=results, said=said, out=folder)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Return `tiny_model(name)`: the SPEC of a small random model of an architecture, made once."""
+    pytest.importorskip("transformers")
+    import tiny
+
+    folder = tmp_path_factory.mktemp("models")
+    return lambda name: f"hf:{tiny.build(name, folder / name)}"
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,55 @@
+"""Harmless differences: the run is accepted, with nothing loosened to let it through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+MODULE = Path(__file__).parent / "module_ports.py"
+SHORT = ("--set", "scope.max_length_tokens=73")
+
+
+@pytest.fixture(scope="module")
+def accepted(verify, tiny_model):
+    """Return `accepted(model, port)`, which holds a port against its model through text, and asserts acceptance."""
+
+    def run(model: str, port: str) -> None:
+        reference = tiny_model(model)
+        if port.startswith("?"):
+            port = (f"{MODULE}:port" if "benign=" in port else reference) + port
+        verify(port, *SHORT, stage="text", reference=reference).accepted()
+
+    return run
+
+
+def test_eager_attention_is_accepted(accepted):
+    """The reference attends with sdpa, the port with eager."""
+    accepted("qwen3_moe", "?attn=eager")
+
+
+def test_another_way_through_the_experts_is_accepted(accepted):
+    """Experts one after the other instead of in groups."""
+    accepted("qwen3_moe", "?experts=eager")
+
+
+def test_compiled_layers_are_accepted(accepted):
+    """Each layer through a compiler's front end."""
+    accepted("qwen3_moe", "?compile=aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("ATEN_CPU_CAPABILITY", "default"), ("ONEDNN_MAX_CPU_ISA", "AVX2"), ("MKL_ENABLE_INSTRUCTIONS", "AVX2")],
+)
+def test_another_instruction_set_is_accepted(accepted, tiny_model, verify, monkeypatch, variable, value):
+    """The port's process uses other kernels than the one that recorded the reference."""
+    accepted("qwen3_moe", "?attn=sdpa")  # records the reference without the switch, if nobody has
+    monkeypatch.setenv(variable, value)
+    accepted("qwen3_moe", "?attn=sdpa")
+
+
+@pytest.mark.parametrize("change", ["norm_rounded_first", "softmax_then_choose", "batch_of_two", "sums_split"])
+def test_rounding_elsewhere_is_accepted(accepted, change):
+    """A norm that rounds once, routing weights in another order, rows padded, sums of two halves."""
+    accepted("qwen3_moe", f"?benign={change}")

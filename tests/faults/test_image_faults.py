@@ -1,0 +1,28 @@
+"""Wrong pictures: each fault is refused at the image stage, at its own place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+BUILTIN = HERE / "builtin_numeric_ports.py"
+SHORT = ("--set", "scope.max_length_tokens=73")
+
+
+@pytest.mark.parametrize(
+    ("fault", "tap", "cause"),
+    [
+        ("channels_reversed", "inputs.pixel_values", "channel"),
+        ("corners_aligned", "vision.pos_embed", "resizing of the position table"),
+        ("pictures_attend_across", "vision.blocks.0", "wrong in the whole unit"),
+        ("pictures_swapped", "merged", "order of the image rows"),
+    ],
+)
+def test_a_fault_in_the_tower_is_named(verify, fault, tap, cause):
+    """Pixels, positions, attention and placement: text is accepted, the image stage is not, later ones are blocked."""
+    outcome = verify(f"{BUILTIN}:port?fault={fault}", *SHORT, stage="all")
+    finding = outcome.refused_at("image")
+    assert finding["tap"] == tap, finding
+    assert cause in finding["cause"], finding

@@ -1,0 +1,36 @@
+"""What goes wrong only at length: each fault passes the text stage and is refused at the long-context stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+BUILTIN = HERE / "builtin_numeric_ports.py"
+ONE_CARD = ("--set", "scope.max_length_tokens=161", "--set", 'scope.layouts=["single"]')
+"""Long enough for what begins at 100 or 128 tokens; one card, so that no other stage stands in between."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "tap", "cause"),
+    [
+        ("beyond_128", "layers.2", "position"),
+        ("page_number_wraps", "layers.2", ""),
+        ("indexer_rotates_when_long", "layers.2.attn.indexer.topk", "other items are chosen"),
+    ],
+)
+def test_a_fault_that_begins_at_length_is_named(verify, fault, tap, cause):
+    """Positions beyond a limit, page numbers that overflow, another path for long requests."""
+    outcome = verify(f"{BUILTIN}:port?fault={fault}", *ONE_CARD, stage="all")
+    finding = outcome.refused_at("long_context")
+    assert finding["tap"] == tap, finding
+    assert cause in finding["cause"], finding
+
+
+def test_memory_that_grows_with_every_token_is_refused(verify):
+    """A port that keeps what it computed exceeds the plan at the longest length."""
+    outcome = verify(f"{BUILTIN}:port?fault=memory_kept", *ONE_CARD, stage="all")
+    assert outcome.code == 1, outcome
+    broken = {name for stage in outcome.stages for name in outcome.broken(stage)}
+    assert "long_context.memory" in broken, outcome
