@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_impl import model, ops, vision
+from accel_impl import ops, vision
 from accel_impl.cache import PagedCache, SlotStore
 from accel_impl.model import Model
 from accel_impl.port import AccelAdapter
@@ -154,9 +154,6 @@ def router_bias_ignored() -> None:
     """The router's correction bias takes no part in the choice."""
     follow()
 
-    def choose(real: Any, use: Any, scores: Tensor, count: int) -> Tensor:
-        return real(use, scores, count)
-
     def moe(real: Any, self: Model, x: Tensor, name: str, tap: str, record: Any) -> Tensor:
         key = f"{name}.gate.e_score_correction_bias"
         held = self.weights[key]
@@ -166,7 +163,6 @@ def router_bias_ignored() -> None:
         with other(self, "weights", {**self.weights, key: none}):
             return real(self, x, name, tap, record)
 
-    del choose
     around(Model, "_moe", moe)
 
 
@@ -212,20 +208,18 @@ def softcap_missing() -> None:
 
 
 @fault
-def pages_not_written() -> None:
-    """A second request finds its first page as the request before left it."""
+def page_left_over() -> None:
+    """A second request finds in its first page what the request before left there."""
+    left: list[Tensor] = []
 
     def write(real: Any, self: PagedCache, layer: int, field: str, slot: int, start: int, values: Tensor) -> None:
-        page = self.block_tables[slot][0]
-        used = getattr(self, "used", set())
-        if start == 0 and layer == LAYER and field == "latent":
-            kept = self.pools[layer, field][page].clone()
-            real(self, layer, field, slot, start, values)
-            if page in used:
-                self.pools[layer, field][page] = kept
-            self.used = used | {page}  # type: ignore[attr-defined]
-            return
         real(self, layer, field, slot, start, values)
+        if start == 0 and layer == LAYER and field == "latent":
+            count = min(self.page_tokens, values.shape[1])
+            earlier = [v for v in left if v.shape[1] >= count][-1:]
+            left.append(values[:, :count].clone())
+            if earlier:
+                real(self, layer, field, slot, 0, earlier[0][:, :count])
 
     around(PagedCache, "write", write)
 
@@ -355,6 +349,3 @@ def channels_reversed() -> None:
 def pictures_attend_across() -> None:
     """IM13: patches attend to the patches of all pictures."""
     around(ops, "attend_patches", lambda real, use, q, k, v, lengths: real(use, q, k, v, [sum(lengths)]))
-
-
-__all__ = ["FAULTS", "model", "port"]

@@ -16,7 +16,7 @@ from harness import cli
 from harness.types import STAGES
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))  # tiny.py
+sys.path.append(str(HERE.parent))  # tiny.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +128,14 @@ def tiny_model(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("models")
     return lambda name: f"hf:{tiny.build(name, folder / name)}"
+
+
+@pytest.fixture(scope="session")
+def base(verify) -> Outcome:
+    """An accepted run of the first stage, for `--after`: what comes before the stage of a fault is not run again."""
+    outcome = verify("builtin:accel")
+    outcome.accepted()
+    return outcome
 
 
 @pytest.fixture(autouse=True)

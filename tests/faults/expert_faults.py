@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from model_parts import (
     Calls,
     Parts,
@@ -22,6 +20,7 @@ from model_parts import (
     router_of,
     within,
 )
+from torch import Tensor, nn
 
 
 @fault

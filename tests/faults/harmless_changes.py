@@ -7,9 +7,8 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from model_parts import Parts, benign, on_output, router_of
+from torch import Tensor, nn
 
 
 @benign

@@ -7,8 +7,6 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from model_parts import (
     Calls,
     Parts,
@@ -25,6 +23,7 @@ from model_parts import (
     out_projection,
     within,
 )
+from torch import Tensor, nn
 
 
 @fault

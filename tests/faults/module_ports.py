@@ -9,14 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 import expert_faults
 import harmless_changes
 import mixing_faults
 import picture_faults
+import torch
 from model_parts import BENIGN, FAULTS, Parts
+from torch import nn
 
 __all__ = ["expert_faults", "harmless_changes", "mixing_faults", "picture_faults", "port"]
 
@@ -24,6 +23,7 @@ __all__ = ["expert_faults", "harmless_changes", "mixing_faults", "picture_faults
 def port(checkpoint: Path, setup: Any) -> nn.Module:
     """Load a transformers model in the setup's precision, with the fault (or benign change) that an option names."""
     import transformers
+
     from harness.adapters.hf import _auto
 
     config = transformers.AutoConfig.from_pretrained(checkpoint)

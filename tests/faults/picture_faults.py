@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from model_parts import Calls, Parts, attention_of, fault, find, on_arguments, on_output, out_projection, within
+from torch import Tensor, nn
 
 
 def _grid(parts: Parts) -> dict[str, Tensor]:

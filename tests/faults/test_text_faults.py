@@ -46,7 +46,7 @@ def test_a_one_sided_rotation_of_the_indexer_is_named_by_its_scores(verify, tiny
     [
         ("sinks_dropped", "layers.2.attn.core", "sinks"),
         ("one_key_less", "layers.2.attn.indexer.topk", "another number of items is chosen"),
-        ("pages_not_written", "layers.2", "slot"),
+        ("page_left_over", "layers.2", "used before"),
     ],
 )
 def test_a_fault_in_the_built_in_port_is_named(verify, fault, tap, cause):
