@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.metrics.real import SquaredSums, error_sums, rounding_sums, signal_sums
+from harness.metrics.real import error_sums, rounding_sums, signal_sums
 
 SMALLEST_SLICE = 16
 """Elements below which a slice is not looked at. Source: honest single decode steps and tiny slices reach 2."""
 HALF_ULPS = 2.0
 """A port may round once more than the floor at any place, so its floor is never below two roundings."""
 EXPECTED_SHARE = 0.02
-"""A slice's floor is never below this share of the tap's own rms floor, so that a nearly silent channel has one."""
+"""A slice's floor is never below this share of the mean slice's, so that a nearly silent channel or token has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,37 +31,35 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """Squared floor norms by token and channel, and of the whole: the worst of the floors, each slice by itself."""
+    """Squared floor norms, each slice by itself the worst of several honest runs, never below two roundings.
+
+    Shapes: token [T], channel [E]. `channel` sums rows weighted with `weight` [T], one over the token's floor: an
+    ill-conditioned token, whose error is large in every honest run, then counts as one token and not as all of them.
+    """
 
     token: Tensor
     channel: Tensor
-    sums: Sequence[SquaredSums]
-    rounding: SquaredSums
+    weight: Tensor
     whole: float
-    elements: int
-
-    def pooled(self, n: int) -> float:
-        """Squared floor norm that `n` elements would have if the floor's error were spread evenly."""
-        return self.whole * n / max(1, self.elements)
 
 
 def floor_of(*, floors: Sequence[Tensor], expected: Tensor, dtype: torch.dtype) -> Floor:
-    """Return the floor of a tap [T, E] from several honest runs of it."""
-    rounding = rounding_sums(expected=expected, dtype=dtype)
-    sums = [error_sums(actual=f, expected=expected) for f in floors]
+    """Return the floor of a tap [T, E]; that of a token is never below the tap's relative floor times its norm."""
     least = HALF_ULPS**2
-    token, channel, whole = least * rounding.token, least * rounding.channel, least * rounding.whole
-    for one in sums:
-        token, channel = torch.maximum(token, one.token), torch.maximum(channel, one.channel)
-        whole = _larger(whole, one.whole)
-    return Floor(
-        token=token, channel=channel, sums=sums, rounding=rounding, whole=whole, elements=int(expected.numel())
-    )
-
-
-def _larger(first: float, second: float) -> float:
-    """Return the larger one, or NaN if either is (the built-in max does not promise that)."""
-    return float(torch.maximum(torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64)))
+    rounding = least * rounding_sums(expected=expected, dtype=dtype).token
+    tokens = torch.stack([rounding, *(error_sums(actual=f, expected=expected).token for f in floors)])
+    whole, signal = float(tokens.sum(dim=1).max()), signal_sums(expected=expected)
+    relative = whole / signal.whole if signal.whole else 0.0
+    token = torch.maximum(tokens.amax(dim=0), relative * signal.token)
+    token = token.clamp(min=EXPECTED_SHARE**2 * float(token.mean()))
+    weight = torch.where(token > 0, 1 / token, torch.zeros_like(token))
+    channels = torch.stack([
+        least * rounding_sums(expected=expected, dtype=dtype, weight=weight).channel,
+        *(error_sums(actual=f, expected=expected, weight=weight).channel for f in floors),
+    ])  # fmt: skip
+    channel = channels.amax(dim=0)
+    channel = channel.clamp(min=EXPECTED_SHARE**2 * float(channel.mean()))
+    return Floor(token=token, channel=channel, weight=weight, whole=whole)
 
 
 def error_ratios(
@@ -69,27 +67,24 @@ def error_ratios(
 ) -> list[Ratio]:
     """Return the worst ratio of every kind of slice that is large enough.
 
-    Shapes: actual, expected [T, E]; rows [T] holds the token index of each row. R = ||accel - oracle|| / floor.
+    R = ||accel - oracle|| / floor, by token; that of the whole, and of a stretch of positions, is the mean over tokens,
+    so that one outlier neither hides nor fakes the rest.
+    Shapes: actual, expected [T, E]; rows [T] holds the token index of each row.
     """
-    error = error_sums(actual=actual, expected=expected)
+    error = error_sums(actual=actual, expected=expected, weight=floor.weight)
     count, width = expected.shape
-    ratios = [Ratio(slice="whole", value=_ratio(error.whole, floor.whole), n=count * width)]
-    if tokens:
-        signal = signal_sums(expected=expected)
-        least = signal.token * (floor.whole / signal.whole if signal.whole else 0.0)
-        by_token = torch.maximum(floor.token, least)
-        if width >= SMALLEST_SLICE:
-            ratios.append(_worst("token", error.token, by_token, width, rows))
-        ratios += _positions(_ratios(error.token, by_token), width, rows, buckets)
+    if not tokens:
+        return [Ratio(slice="whole", value=_ratio(error.whole, floor.whole), n=count * width)]
+    by_token = _ratios(error.token, floor.token)
+    ratios = [Ratio(slice="whole", value=float(by_token.mean()), n=count * width)]
+    if width >= SMALLEST_SLICE:
+        ratios.append(_worst("token", by_token, width, rows))
+    ratios += _positions(by_token, width, rows, buckets)
     if heads > 1 and count * (width // heads) >= SMALLEST_SLICE:
-        n = count * (width // heads)
-        squares = torch.stack([s.by_head(heads) for s in floor.sums] or [torch.zeros(heads, dtype=torch.float64)])
-        least = HALF_ULPS**2 * floor.rounding.by_head(heads)
-        worst = torch.maximum(squares.amax(dim=0), least).clamp(min=EXPECTED_SHARE**2 * floor.pooled(n))
-        ratios.append(_worst("head", error.by_head(heads), worst, n, torch.arange(heads)))
-    if tokens and count >= SMALLEST_SLICE:
-        worst = floor.channel.clamp(min=EXPECTED_SHARE**2 * floor.pooled(count))
-        ratios.append(_worst("channel", error.channel, worst, count, torch.arange(width)))
+        by_head = _ratios(error.by_head(heads), floor.channel.reshape(heads, -1).sum(dim=1))
+        ratios.append(_worst("head", by_head, count * (width // heads), torch.arange(heads)))
+    if count >= SMALLEST_SLICE:
+        ratios.append(_worst("channel", _ratios(error.channel, floor.channel), count, torch.arange(width)))
     return ratios
 
 
@@ -118,9 +113,8 @@ def _ratios(error: Tensor, floor: Tensor) -> Tensor:
     return torch.where(torch.isnan(floor), torch.nan, ratio)
 
 
-def _worst(name: str, error: Tensor, floor: Tensor, n: int, index: Tensor) -> Ratio:
+def _worst(name: str, ratio: Tensor, n: int, index: Tensor) -> Ratio:
     """Return the largest ratio; a NaN anywhere is the largest."""
-    ratio = _ratios(error, floor)
     place = int(ratio.argmax())
     return Ratio(slice=name, value=float(ratio[place]), n=n, at=int(index[place]))
 

@@ -32,22 +32,22 @@ class SquaredSums:
         return self.channel.reshape(heads, -1).sum(dim=1)
 
 
-def error_sums(*, actual: Tensor, expected: Tensor) -> SquaredSums:
-    """Return the sums of squares of `actual - expected`. Shapes: both [T, E]."""
-    return _sums(actual, expected, None)
+def error_sums(*, actual: Tensor, expected: Tensor, weight: Tensor | None = None) -> SquaredSums:
+    """Return the sums of squares of `actual - expected`. Shapes: both [T, E]; `weight` [T] weighs rows by column."""
+    return _sums(actual, expected, None, weight)
 
 
 def signal_sums(*, expected: Tensor) -> SquaredSums:
     """Return the sums of squares of `expected` [T, E]."""
-    return _sums(expected, None, None)
+    return _sums(expected, None, None, None)
 
 
-def rounding_sums(*, expected: Tensor, dtype: torch.dtype) -> SquaredSums:
-    """Return the sums of squares of one rounding error of `expected` [T, E] in `dtype`, for `half_ulp_norm`."""
-    return _sums(expected, None, dtype)
+def rounding_sums(*, expected: Tensor, dtype: torch.dtype, weight: Tensor | None = None) -> SquaredSums:
+    """Return the sums of squares of one rounding error of `expected` [T, E] in `dtype`; `weight` as in `error_sums`."""
+    return _sums(expected, None, dtype, weight)
 
 
-def _sums(first: Tensor, second: Tensor | None, dtype: torch.dtype | None) -> SquaredSums:
+def _sums(first: Tensor, second: Tensor | None, dtype: torch.dtype | None, weight: Tensor | None) -> SquaredSums:
     rows, width = first.shape
     token, channel = torch.zeros(rows, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
     step = max(1, _BLOCK_ELEMENTS // max(1, width))
@@ -57,7 +57,7 @@ def _sums(first: Tensor, second: Tensor | None, dtype: torch.dtype | None) -> Sq
             block = block - second[start : start + step].to(torch.float64)
         squares = _half_ulp_squares(block, dtype) if dtype is not None else block.square_()
         token[start : start + step] = squares.sum(dim=1)
-        channel += squares.sum(dim=0)
+        channel += squares.sum(dim=0) if weight is None else weight[start : start + step] @ squares
     return SquaredSums(token=token, channel=channel)
 
 
