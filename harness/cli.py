@@ -5,6 +5,7 @@ Commands import what they need when they run, so that `--help` answers at once a
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -302,6 +303,7 @@ def _complain(text: str) -> None:
 
 def main() -> int:
     """Enter from the `day0` command."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: small kernels spin more than they work
     return run(sys.argv[1:])
 
 
