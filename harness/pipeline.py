@@ -164,10 +164,11 @@ class Campaign:
         """Run the asked stages in order; return a result for each, whatever happened."""
         results: list[StageResult] = []
         stages = [name for name in STAGES if name in self.plan.stages or name in self.plan.skipped]
-        if len(stages) < len(STAGES):
-            self.partial.append(f"stages not asked for: {', '.join(s for s in STAGES if s not in stages)}")
-        if self.plan.config.run.after is not None:
-            self._check_earlier(self.plan.config.run.after)
+        after = self.plan.config.run.after
+        standing = self._check_earlier(after) if after is not None else []
+        left = [s for s in STAGES if s not in stages and s not in standing]
+        if left:
+            self.partial.append(f"stages not asked for: {', '.join(left)}")
         blocked = ""
         for name in stages:
             result = self._stage(name, blocked)
@@ -177,8 +178,9 @@ class Campaign:
                 blocked = blocked or f"{name} was not accepted ({result.status.value})"
         return results
 
-    def _check_earlier(self, earlier: Path) -> None:
-        """Say what of the run named by --after does not stand for the stages that are not run now."""
+    def _check_earlier(self, earlier: Path) -> list[str]:
+        """Return the stages that stand by the run named by --after; say of the others why they do not."""
+        standing = []
         first = STAGES.index(self.plan.config.run.stage[0])
         for name in STAGES[:first]:
             kept = _read_kept(earlier, name)
@@ -192,6 +194,9 @@ class Campaign:
                 not from_json(StageResult, kept["result"]).accepted and kept["result"]["status"] != Status.SKIPPED.value
             ):
                 self.problems.append(f"--after {earlier}: {name} was not accepted there")
+            else:
+                standing.append(name)
+        return standing
 
     def _stage(self, name: str, blocked: str) -> StageResult:
         if name in self.plan.skipped:

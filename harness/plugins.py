@@ -176,7 +176,7 @@ def _frames(error: BaseException) -> str:
     """Return the traceback of the user's own code: the import machinery and this file are left out."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
-    return "".join([*traceback.format_list(own or frames), *traceback.format_exception_only(type(error), error)])
+    return "".join([*traceback.format_list(own), *traceback.format_exception_only(type(error), error)])
 
 
 def _called(factory: Callable[..., Any], *given: Any) -> Any:

@@ -63,7 +63,7 @@ class Side:
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do what a request asks and return the reply; whatever the port raises becomes part of the reply."""
-        from harness.errors import UsageError
+        from harness.errors import TraceError, UsageError
 
         actions: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "describe": self.describe, "open": self.open, "run": self.run, "close": lambda _: self.close(),
@@ -72,6 +72,8 @@ class Side:
             return {"ok": True, "facts": actions[request["do"]](request)}
         except UsageError as error:
             return {"ok": False, "kind": "usage", "message": str(error), "stack": ""}
+        except TraceError as error:  # a golden to replay from; not the port's doing
+            return {"ok": False, "kind": "refused", "message": f"nothing to replay: {error}", "stack": ""}
         except MemoryError as error:
             return {"ok": False, "kind": "memory", "message": repr(error), "stack": traceback.format_exc()}
         except Exception as error:  # the side under test may raise anything; it becomes ERROR evidence

@@ -1,0 +1,38 @@
+"""A port that is right on one card and wrong when it is split: refused by multi_card, at the place of the cut."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "criterion", "place", "cause"),
+    [
+        ("shared_expert_not_reduced", "tp2", "simulated", "layers.2.moe.shared_expert", "only when split as tp2"),
+        ("sinks_of_rank_0", "tp2", "simulated.tails", "layers.0.attn.core", "only when split as tp2"),
+        ("expert_map_permuted", "ep2", "simulated", "layers.3.moe.experts", "only when split as ep2"),
+        ("row_sum_missing", "tp2", "agreement", "layers.1.attn", "only when split as tp2"),
+        ("vocabulary_padded", "tp2", "simulated", "logits", ""),
+        ("send_buffer_reused", "pp2", "ranks", "layers.3", "only when split as pp2"),
+        ("all_reduce_drops_tail", "tp2", "collectives", "collectives.all_reduce", "wrong sums"),
+    ],
+)
+def test_a_wrong_split_is_refused_where_it_is_cut(verify, base, fault, layout, criterion, place, cause):
+    """The run ends at multi_card, and the first divergent tap is the one that the split broke."""
+    words = ("--after", str(base.out), "--set", f"scope.layouts=single,{layout}")
+    outcome = verify(fault, *words, stage="multi_card,long_context")
+    first = outcome.refused_at("multi_card")
+    assert first["tap"] == place or first["tap"].startswith(place + "."), outcome
+    assert cause in first["cause"]
+    assert f"multi_card.{criterion}" in outcome.broken("multi_card")
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("rank_hangs", "hang"), ("rank_dies", "SIGSEGV")])
+def test_a_rank_that_does_not_go_on_is_named(verify, base, fault, kind):
+    """One rank hangs or dies in layer 3: the run ends in time, and the finding names rank 1 and its last tap."""
+    words = ("--after", str(base.out), "--set", "scope.layouts=single,tp2", "--set", "watchdog.run_s=10")
+    outcome = verify(fault, *words, stage="multi_card,long_context")
+    first = outcome.refused_at("multi_card", status="ERROR")
+    assert first["tap"] == "layers.2"
+    assert "rank 1" in first["message"]
+    assert kind in first["message"]
