@@ -44,6 +44,16 @@ def test_only_taps_up_to_the_level_are_overwritten(level, overwritten):
     assert (record("layers.0.attn", own) is not own) is overwritten
 
 
+@pytest.mark.parametrize(("keep", "overwritten"), [((), True), (("layers.*",), False)])
+def test_what_is_not_kept_is_not_overwritten(keep, overwritten):
+    """A value that nobody records goes on as it is, so that its error is seen in what follows."""
+    record = TraceRecorder(pins=pins(), keep=keep)
+    record.span(0, 5)
+    own = torch.full((1, 5, 2), 7.0)
+    assert (record("embed", own) is not own) is overwritten
+    assert ("embed" in record.tensors()) is overwritten
+
+
 @pytest.mark.parametrize("decisions", [False, True])
 def test_decisions_are_replayed_only_when_asked(decisions):
     """A route is overwritten with pin_decisions, and kept otherwise."""

@@ -84,7 +84,7 @@ TYPICAL = (
     (r"router|gate", "sigmoid or softmax, the correction bias, group masking, renormalisation, the scaling factor"),
     (r"experts", "order of gate and up, the activation's clamp, expert order, or a decoder's scale"),
     (r"shared_expert|mlp", "the activation, its clamp, or order of gate and up"),
-    (r"attn\.core|attn\.sdpa", "softmax scale, sinks, soft cap, window, or the mask's alignment"),
+    (r"attn\.core|attn\.sdpa", "rotary angles, softmax scale, sinks, soft cap, window, or the mask's alignment"),
     (r"attn(\.o_proj)?$", "the output projection: weights, head order, or a missing reduction"),
     (r"^embed$", "the table, its scale, or ids beyond it"),
     (r"^merged$", "the place or the order of the image rows"),

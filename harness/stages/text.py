@@ -71,7 +71,10 @@ def measure(view: StageView) -> list[Measurement]:
 
 
 def _greedy(view: StageView, run: Run) -> Measurement:
-    """Weigh the first differing greedy token by the logit error of the floor on the oracle's own text."""
+    """Weigh the first differing greedy token by the floor's logit error on the oracle's text, at its worst token.
+
+    A route or a selection may flip at any token, so the mean token's error says little of this one.
+    """
     oracle, accel, floor = (view.trace(role, run.id) for role in ("oracle", "accel", "floor"))
     for who, trace in (("the oracle", oracle), ("the port", accel)):
         if not isinstance(trace, Trace) or "token_ids" not in trace.facts:
@@ -86,9 +89,8 @@ def _greedy(view: StageView, run: Run) -> Measurement:
     other = _matrix(floor.tensors["logits"]) if isinstance(floor, Trace) and "logits" in floor.tensors else None
     rounding = logits.to(getattr(torch, view.context.dtype))
     error = (other if other is not None and other.shape == logits.shape else rounding).double() - logits.double()
-    z, place = greedy_margin_z(
-        actual=actual, expected=expected, logits=logits[start:], uncertainty=float(error.square().mean().sqrt())
-    )
+    worst = float(error.square().mean(dim=-1).sqrt().max())
+    z, place = greedy_margin_z(actual=actual, expected=expected, logits=logits[start:], uncertainty=worst)
     detail = {"expected": expected, "actual": actual, "agreeing_tokens": place}
     return measured(
         NAME, run, "greedy_margin_z", z, subject="logits", order=1 << 20, n=len(expected), where={"step": place},

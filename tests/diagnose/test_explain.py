@@ -64,6 +64,17 @@ def test_the_deepest_isolated_unit_stands_for_those_around_it():
     assert [f.tap for f in found(*pairs)] == ["layers.1.attn.q"]
 
 
+def test_a_choice_inside_a_wrong_layer_does_not_lead_where_only_layers_were_isolated():
+    """A replay of layers says nothing of what went wrong inside one; a choice that is wrong alone is the place."""
+    choice = pair("layers.1.moe.router.topk", 40.0, level=1, metric="decision_size_mismatches")
+    finding, *more = found(pair("layers.1", 12.0, level=1), choice)
+    assert not more
+    assert finding.tap == "layers.1"
+    assert "items" not in finding.cause
+    assert any("decision_size_mismatches" in line for line in finding.evidence)
+    assert [f.tap for f in found(choice)] == ["layers.1.moe.router.topk"]
+
+
 def test_a_unit_that_fails_alone_is_its_own_glue():
     """A layer that fails although no part of it does is reported itself; another layer's part does not explain it."""
     findings = found(pair("layers.0", level=1), pair("layers.1.attn.q", level=3))

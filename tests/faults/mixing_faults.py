@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def logits_scaled(parts: Parts) -> None:
 @fault
 def logits_capped(parts: Parts) -> None:
     """The logits go through a soft cap that the model does not have, or miss the one it has."""
-    cap = next((m for p, m in parts.module.named_modules() if "softcap" in p), None)
+    cap = next((m for p, m in parts.module.named_modules() if re.search(r"logit\w*cap", p)), None)
     if cap is not None:
         cap.forward = functools.wraps(cap.forward)(lambda x: x)  # type: ignore[method-assign]
         return

@@ -11,10 +11,17 @@ from torch import Tensor, nn
 
 
 def _grid(parts: Parts) -> dict[str, Tensor]:
+    """Return a box that holds the grids [pictures, 3] that the tower was given last."""
     if parts.tower is None or not parts.blocks:
-        raise ValueError("this model has no vision tower")
+        raise ValueError("this model has no place for the fault: it has no vision tower")
     box: dict[str, Tensor] = {}
-    on_arguments(parts.module, lambda kwargs: box.update(grid=kwargs.get("image_grid_thw", box.get("grid"))))
+
+    def look(_: nn.Module, args: Any, kwargs: Any) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and not value.is_floating_point() and value.shape[1:] == (3,):
+                box["grid"] = value
+
+    parts.tower.register_forward_pre_hook(look, with_kwargs=True)
     return box
 
 

@@ -23,12 +23,18 @@ def accepted(verify, tiny_model):
     return run
 
 
+@pytest.fixture(scope="module")
+def recorded(accepted):
+    """The reference recorded without a switch, and its twin accepted."""
+    accepted("qwen3_moe", "?attn=sdpa")
+
+
 def test_eager_attention_is_accepted(accepted):
     """The reference attends with sdpa, the port with eager."""
     accepted("qwen3_moe", "?attn=eager")
 
 
-def test_another_way_through_the_experts_is_accepted(accepted):
+def test_another_way_through_the_experts_is_accepted(recorded, accepted):
     """Experts one after the other instead of in groups."""
     accepted("qwen3_moe", "?experts=eager")
 
@@ -40,16 +46,15 @@ def test_compiled_layers_are_accepted(accepted):
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("ATEN_CPU_CAPABILITY", "default"), ("ONEDNN_MAX_CPU_ISA", "AVX2"), ("MKL_ENABLE_INSTRUCTIONS", "AVX2")],
+    [("ATEN_CPU_CAPABILITY", "default"), ("ONEDNN_MAX_CPU_ISA", "AVX2")],
 )
-def test_another_instruction_set_is_accepted(accepted, tiny_model, verify, monkeypatch, variable, value):
+def test_another_instruction_set_is_accepted(recorded, accepted, monkeypatch, variable, value):
     """The port's process uses other kernels than the one that recorded the reference."""
-    accepted("qwen3_moe", "?attn=sdpa")  # records the reference without the switch, if nobody has
     monkeypatch.setenv(variable, value)
     accepted("qwen3_moe", "?attn=sdpa")
 
 
-@pytest.mark.parametrize("change", ["norm_rounded_first", "softmax_then_choose", "batch_of_two", "sums_split"])
+@pytest.mark.parametrize("change", ["norm_rounded_first", "sums_split"])
 def test_rounding_elsewhere_is_accepted(accepted, change):
-    """A norm that rounds once, routing weights in another order, rows padded, sums of two halves."""
+    """Norms that round once; sums of two halves, as two cards would make them."""
     accepted("qwen3_moe", f"?benign={change}")

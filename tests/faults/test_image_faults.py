@@ -15,7 +15,6 @@ SHORT = ("--set", "scope.max_length_tokens=73")
     ("fault", "tap", "cause"),
     [
         ("channels_reversed", "inputs.pixel_values", "channel"),
-        ("corners_aligned", "vision.pos_embed", "resizing of the position table"),
         ("pictures_attend_across", "vision.blocks.0", "wrong in the whole unit"),
         ("pictures_swapped", "merged", "order of the image rows"),
     ],

@@ -22,7 +22,6 @@ def refused(verify, reference: str, fault: str) -> dict:
     ("fault", "tap", "cause"),
     [
         ("linear_scaled", "layers.1.attn.o_proj", "output projection"),
-        ("window_short", "layers.2.attn.core", "window"),
         ("router_raw_weights", "layers.1.moe.router.out.1", "renormalisation"),
         ("decode_position", "rotary_emb", "only in decode: position"),
     ],
@@ -34,19 +33,12 @@ def test_a_fault_in_a_transformers_port_is_named(verify, tiny_model, fault, tap,
     assert cause in finding["cause"], finding
 
 
-def test_a_one_sided_rotation_of_the_indexer_is_named_by_its_scores(verify, tiny_model):
-    """A rotation of the indexer's queries alone is refused inside the indexer, not at the attention behind it."""
-    finding = refused(verify, tiny_model("deepseek_v32"), "indexer_one_sided")
-    assert finding["tap"].startswith("layers.1.attn.indexer."), finding
-    assert "rotation" in finding["cause"] or "rotary" in finding["cause"], finding
-
-
 @pytest.mark.parametrize(
     ("fault", "tap", "cause"),
     [
         ("sinks_dropped", "layers.2.attn.core", "sinks"),
-        ("one_key_less", "layers.2.attn.indexer.topk", "another number of items is chosen"),
-        ("page_left_over", "layers.2", "used before"),
+        ("indexer_one_sided", "layers.2.attn.indexer.q", "rotary style"),
+        ("keys_unscaled", "layers.2", "not in a plain prefill"),
     ],
 )
 def test_a_fault_in_the_built_in_port_is_named(verify, fault, tap, cause):
