@@ -112,10 +112,11 @@ def greedy(actual: list[int], noise: float = 0.01) -> Measurement:
 
 
 def test_greedy_tokens_may_leave_the_oracle_at_a_near_tie_only() -> None:
-    """The same tokens are z 0; another token at a gap of two standard errors is z 2; at a clear choice far more."""
+    """The same tokens are z 0; another token at a gap of twice the mean token's error is less than z 2, since the
+    worst token's error counts; at a clear choice far more."""
     assert greedy([7, 8, 9, 10]).value == 0.0
     tie = greedy([7, 2, 30, 31])
-    assert tie.value == pytest.approx(2.0, rel=0.1)
+    assert tie.value == pytest.approx(1.6, rel=0.1)
     assert tie.detail["agreeing_tokens"] == 1
     assert greedy([1, 8, 9, 10]).value > 100
     assert greedy([7, 8]).value == float("inf")
