@@ -1,14 +1,14 @@
 """The exception tree. Knows exit codes; must not know who raises.
 
-    Day0Error
-    +-- UsageError        4  the user's words are wrong: option, path, config, checklist, an adapter that cannot be imported
-    |   +-- ConfigError
-    |   +-- ChecklistError
-    |   +-- SpecError
-    +-- CheckpointError   1  the checkpoint is not what it says: index, header, offsets, digests
-    +-- TraceError        1  a trace or golden is missing, corrupt, stale or of another setup
-    +-- PortError         1  the side under test raised, crashed, hung or returned nonsense
-    +-- NothingToVerify   5  no stage and no criterion in scope
+Day0Error
++-- UsageError        4  the user's words are wrong: option, path, config, checklist, an adapter that cannot be imported
+|   +-- ConfigError
+|   +-- ChecklistError
+|   +-- SpecError
++-- CheckpointError   1  the checkpoint is not what it says: index, header, offsets, digests
++-- TraceError        1  a trace or golden is missing, corrupt, stale or of another setup
++-- PortError         1  the side under test raised, crashed, hung or returned nonsense
++-- NothingToVerify   5  no stage and no criterion in scope
 """
 
 from __future__ import annotations
