@@ -16,6 +16,9 @@ ACCUMULATED = frozenset({
 })  # fmt: skip
 """Metrics of free runs: they gather whatever went wrong before, and name no place."""
 
+FOREMOST = frozenset({"index_problems", "undecodable_tensors"})
+"""Metrics of the checkpoint alone: what they find was wrong before the port did anything, a crash included."""
+
 DIRECT = {
     "index_problems": "the checkpoint's index and its shards do not agree: a shard is missing, short, or named wrongly",
     "unused_tensors": "a tensor of the checkpoint was never used: a renamed or prefixed key was passed over",

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.diagnose.causes import ACCUMULATED, BROKEN_OFF, cause_of
+from harness.diagnose.causes import ACCUMULATED, BROKEN_OFF, FOREMOST, cause_of
 from harness.gate import limit_at
 from harness.taps import is_input, layer_of, level_of, unit_of
 from harness.types import Criterion, Finding, Measurement
@@ -46,8 +46,11 @@ def explain(failing: Sequence[Failing], *, modules: Mapping[str, str], reproduce
     lost = [pair for pair in blocking if _is_lost(pair[1])]
     told = [p for p in blocking if not _is_lost(p[1]) and not (lost and p[1].value is None)]
     places = sorted(_split(told), key=lambda p: p.order)
-    findings = _lost_findings(lost, modules, reproduce)
-    findings += [_finding(place, modules, reproduce) for place in places[:TOP]]
+    first = [p for p in places if any(m.metric in FOREMOST for _, m in p.failing)]
+    places = [*first, *(p for p in places if p not in first)]
+    findings = [_finding(place, modules, reproduce) for place in places[: min(TOP, len(first))]]
+    findings += _lost_findings(lost, modules, reproduce)
+    findings += [_finding(place, modules, reproduce) for place in places[min(TOP, len(first)) : TOP]]
     if len(places) > TOP:
         rest = f"{len(places) - TOP} further places are outside their limits, the last one {places[-1].tap}"
         findings[-1] = replace(findings[-1], evidence=(*findings[-1].evidence, rest))

@@ -10,8 +10,10 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from harness.checkpoint import checkpoint_facts
 from harness.metrics.memory import peak_over_plan
 from harness.metrics.names import METRICS
 from harness.stages import StageContext, StageView
@@ -21,7 +23,7 @@ NAME = "load"
 NEEDS: tuple[str, ...] = ()
 LOAD, WEIGHTS = "load/load", "load/weights"
 
-_LOAD_METRICS = ("index_problems", "stray_shards", "undecodable_tensors", "load_peak_over_plan")
+_PORT_METRICS = ("load_peak_over_plan",)
 _WEIGHT_METRICS = (
     "unused_tensors",
     "unfilled_parameters",
@@ -49,7 +51,7 @@ def measure(view: StageView) -> list[Measurement]:
     for run in view.runs:
         accel = view.trace("accel", run.id)
         if not isinstance(accel, Trace):
-            found += _lost(run, accel)
+            found += _lost(run, accel, Path(view.context.info.path))
         elif run.kind == "load":
             found += _load(run, accel)
         else:
@@ -59,13 +61,15 @@ def measure(view: StageView) -> list[Measurement]:
     return found
 
 
-def _lost(run: Run, side: Failure | Trace | None) -> list[Measurement]:
+def _lost(run: Run, side: Failure | Trace | None, checkpoint: Path) -> list[Measurement]:
+    """Measure what needs no port: a shard that is short explains more than a port that could not read it."""
     assert not isinstance(side, Trace)
     message = f"the port: {side.kind}: {side.message}" if side is not None else "the port has no trace of this run"
-    metrics = _LOAD_METRICS if run.kind == "load" else _WEIGHT_METRICS
+    metrics = _PORT_METRICS if run.kind == "load" else _WEIGHT_METRICS
+    found = _headers(run, checkpoint_facts(checkpoint)) if run.kind == "load" else []
     told = {"last_tap": side.last_tap, "kind": side.kind} if side is not None else {"last_tap": "", "kind": ""}
     detail = {"message": message, **told}
-    return [_measured(run, m, None, "*", problem="error", detail=detail) for m in metrics]
+    return [*found, *(_measured(run, m, None, "*", problem="error", detail=detail) for m in metrics)]
 
 
 def _measured(
@@ -95,7 +99,10 @@ def _or_none_found(run: Run, metric: str, found: Sequence[Measurement], n: int, 
 
 
 def _load(run: Run, trace: Trace) -> list[Measurement]:
-    facts = trace.facts["checkpoint"]
+    return [*_headers(run, trace.facts["checkpoint"]), _memory(run, trace)]
+
+
+def _headers(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
     strays = [p for p in facts["problems"] if p["kind"] == "stray_shard"]
     wrong = [p for p in facts["problems"] if p["kind"] != "stray_shard"]
     result = []
@@ -109,7 +116,7 @@ def _load(run: Run, trace: Trace) -> list[Measurement]:
             for p in problems
         ]
         result += _or_none_found(run, metric, found, max(1, facts["tensors"]))
-    return [*result, _memory(run, trace)]
+    return result
 
 
 def _told(problem: Mapping[str, Any]) -> dict[str, Any]:

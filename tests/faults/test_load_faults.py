@@ -19,12 +19,12 @@ SHARD_3 = {
     ("fault", "criterion", "place", "cause"),
     [
         ("dropped_shard", "load.values", "visual.blocks.0.norm1.bias", "zeros: never written"),
-        ("short_shard", "load.values", "model.layers.4.mlp.experts.5.up_proj.weight", "zeros"),
+        ("short_shard", "load.values", "model.layers.4.mlp.experts.5.up_proj.weight", "block scales"),
         ("linear_e8m0", "load.lossy", "model.layers.1.mlp.experts.0.gate_proj.weight", "block scales misread"),
         ("halved_scales", "load.values", "model.layers.2.self_attn.q_a_proj.weight", "0.5 times the checkpoint's"),
         ("reinitialised", "load.values", "model.layers.1.self_attn.indexer.wk.weight", "first random ones"),
         ("skipped_key", "load.values", "model.layers.1.post_attention_layernorm.weight", "the constant 1"),
-        ("gate_up_swapped", "load.order", "model.layers.3.mlp.experts.0.gate_proj.weight", "from another tensor"),
+        ("gate_up_swapped", "load.order", "model.layers.3.mlp.experts.0.gate_proj.weight", "another tensor's"),
     ],
 )
 def test_a_wrong_weight_is_refused_by_name(verify, fault, criterion, place, cause):
@@ -58,6 +58,5 @@ def test_a_damaged_checkpoint_is_named_whatever_the_port_does(verify, llama, tmp
     else:
         shard.unlink()
     outcome = verify(f"hf:{folder}?dtype=bfloat16", reference=f"hf:{folder}", stage="startup")
-    first = outcome.refused_at("load", status=outcome.stages.get("load", ""))
-    assert outcome.stages["load"] in ("FAILED", "ERROR")
+    first = outcome.refused_at("load")
     assert shard.name in str(outcome.findings("load")), first

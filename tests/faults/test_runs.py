@@ -1,4 +1,4 @@
-"""How runs go on: resumed, after an earlier one, kept going, dry; and what a waiver or a requirement does to a verdict."""
+"""How runs go on: resumed, after an earlier one, kept going, dry; what a waiver or a requirement does to them."""
 
 from __future__ import annotations
 

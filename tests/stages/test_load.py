@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from datetime import date
 from pathlib import Path
 
@@ -449,15 +450,21 @@ def test_too_much_memory_is_found(folder, actual, expected):
     assert judged(traces(folder, actual, expected, peak=2 * planned))[1] == {"load.memory"}
 
 
-def test_a_load_that_did_not_end_is_an_error(folder, actual, expected):
-    """A crash during the load leaves every promise of that run unmeasured, which is an ERROR."""
+def test_a_load_that_did_not_end_is_an_error(folder, actual, expected, tmp_path):
+    """A crash during the load is an ERROR of all that needs the port; the checkpoint's own headers are judged still."""
     found = traces(folder, actual, expected)
     for id in (load.LOAD, load.WEIGHTS):
         found["accel", id] = Failure(run=id, kind="crash", message="signal 11")
-    status, bad, _ = judged(found)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    there = dataclasses.replace(context(), info=dataclasses.replace(context().info, path=str(copy)))
+    status, bad, _ = judged(found, there)
     assert status is Status.ERROR
     blocking = {c.id for c in load_checklists().by_stage["load"] if c.blocking}
-    assert bad == blocking
+    assert bad == blocking - {"load.index", "load.decodable"}
+    sorted(copy.glob("*.safetensors"))[0].unlink()
+    status, bad, _ = judged(found, there)
+    assert status is Status.FAILED
+    assert "load.index" in bad
 
 
 def test_a_port_that_cannot_show_its_weights_is_judged_on_the_rest(folder, actual, expected):
