@@ -177,9 +177,7 @@ def _checked(model: type[_Model], path: Path, data: Mapping[str, Any]) -> Any:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = min(
-            error.errors(), key=lambda e: e["type"] != "extra_forbidden"
-        )  # it may also be missed
+        first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")  # it may also be missed
         where, key = _place(data, first["loc"]), str(first["loc"][-1]) if first["loc"] else ""
         if first["type"] == "extra_forbidden":
             hint = nearest(key, _keys(model, first["loc"]))

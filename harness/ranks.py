@@ -184,8 +184,8 @@ def _pins(run: Any, item: Mapping[str, Any]) -> Any:
     """Return what a replayed run overwrites, or None."""
     import torch
 
-    from harness.adapter import Pins
     from harness.golden import load_trace
+    from harness.recorder import Pins
 
     if not run.level or not item.get("pins"):
         return None

@@ -128,7 +128,8 @@ class Session:
         self.folder.mkdir(parents=True, exist_ok=True)
         root = str(Path(__file__).resolve().parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        quiet = {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}  # tiny kernels spin more than they work
+        # tiny kernels spin more than they work
+        quiet = {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
         environment = {**quiet, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         log = (self.folder / "log.txt").open("a")
         self._process = subprocess.Popen(

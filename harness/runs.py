@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.adapter import Adapter, Inputs, Pins, Recorder, TraceRecorder, capabilities, silent
+from harness.adapter import Adapter, Inputs, Recorder, capabilities, silent
 from harness.errors import PortError
+from harness.recorder import Pins, TraceRecorder
 from harness.types import Facts, Run, Setup, Trace
 
 

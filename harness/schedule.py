@@ -1,7 +1,8 @@
 """Which role does what for each planned run, and where its trace lies. Knows records; must not know limits.
 
-One planned run becomes jobs of up to five roles. The oracle answers every phase, layout and split with one whole prefill;
-the floor walks the same phases in the port's precision, and twice more with jittered inputs where inputs are replayed.
+One planned run becomes jobs of up to five roles. The oracle answers every phase, layout and split with one whole
+prefill; the floor walks the same phases in the port's precision, and twice more with jittered inputs where they are
+replayed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _REFERENCE_OPTIONS = ("texts", "ids", "conversations")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run as one role executes it. `pins` is the folder of the trace to replay, `expected` of the oracle's answer."""
+    """One run as one role executes it. `pins`: folder of the trace to replay; `expected`: of the oracle's answer."""
 
     role: str
     run: Run

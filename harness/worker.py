@@ -154,7 +154,7 @@ class Side:
     def _pins(self, request: Mapping[str, Any], run: Any) -> Any:
         import torch
 
-        from harness.adapter import Pins
+        from harness.recorder import Pins
 
         if not run.level:
             return None

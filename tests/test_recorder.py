@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.adapter import Pins, TraceRecorder
+from harness.recorder import Pins, TraceRecorder
 from harness.types import Tap
 
 TAPS = {
@@ -25,7 +25,7 @@ def pins(**kwargs):
 
 
 def test_a_replay_records_the_own_value_and_hands_out_the_references():
-    """What is recorded is what the port computed; what it goes on with is the source, rounded to the port's precision."""
+    """What is recorded is the port's own value; what it goes on with is the source, rounded to the port's precision."""
     record = TraceRecorder(pins=pins())
     record.span(0, 5)
     own = torch.full((1, 5, 2), 7.0)

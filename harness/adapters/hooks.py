@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from harness import taps as tapnames
-from harness.adapter import Recorder, version_of
+from harness.adapter import Recorder
 from harness.adapters.structure import Structure
+from harness.recorder import version_of
 
 _NOT_VALUES = re.compile(r"mask|cache|past|position_ids|cu_seqlens|seq_?len|seq_idx|grid|labels", re.IGNORECASE)
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as", "detach", "clone", "contiguous"})

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from accel_impl.port import AccelAdapter
-from harness.adapter import TraceRecorder
+from harness.recorder import TraceRecorder
 from harness.types import Case, Setup
 
 DECODE_FROM = 13

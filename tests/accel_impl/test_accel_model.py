@@ -12,10 +12,11 @@ import accel_impl
 import reference_impl
 from accel_impl import model, ops
 from accel_impl.cache import PagedCache
-from harness.adapter import Pins, TraceRecorder, capabilities, silent
+from harness.adapter import capabilities, silent
 from harness.cases import ModelInfo, text_case
 from harness.errors import PortError
 from harness.plugins import open_adapter, parse_spec
+from harness.recorder import Pins, TraceRecorder
 from harness.types import Case, Setup
 
 

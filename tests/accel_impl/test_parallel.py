@@ -14,8 +14,8 @@ from accel_runs import furthest, setup_of, whole
 import accel_impl
 from accel_impl import model, ops
 from accel_impl.parallel import Fleet, Place, check_layout, shares
-from harness.adapter import Pins, TraceRecorder
 from harness.errors import PortError, UsageError
+from harness.recorder import Pins, TraceRecorder
 from harness.types import Case, Layout
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,10 @@ import re
 import pytest
 import torch
 
-from harness.adapter import Inputs, Pins, TraceRecorder, capabilities, silent
+from harness.adapter import Inputs, capabilities, silent
 from harness.cases import image_case, text_case
 from harness.errors import SpecError
+from harness.recorder import Pins, TraceRecorder
 from harness.taps import level_of
 from harness.types import Case, Setup
 from tests.adapters.conftest import Opener

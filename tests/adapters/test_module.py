@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.adapter import Pins, TraceRecorder, capabilities, silent
+from harness.adapter import capabilities, silent
 from harness.adapters.module import ModuleAdapter
 from harness.adapters.structure import discover
 from harness.cases import text_case
 from harness.errors import PortError
+from harness.recorder import Pins, TraceRecorder
 from harness.taps import level_of
 from harness.types import Case, Setup
 from tests.adapters.foreign import Decoder, decoder, folder

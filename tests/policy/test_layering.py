@@ -20,6 +20,7 @@ ROWS = (
     {"compare", "gate", "checklist", "golden", "plugins"},
     {"adapters"},
     {"checkpoint", "metrics", "cases"},
+    {"recorder"},
     {"adapter"},
     {"taps"},
     {"types", "errors"},

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.adapter import TraceRecorder
 from harness.cases import image_case, read_model_info
+from harness.recorder import TraceRecorder
 
 T, LAYER = 21, 2
 Taps = dict[str, Tensor]

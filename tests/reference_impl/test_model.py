@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from harness import taps as tapnames
-from harness.adapter import Inputs, TraceRecorder
+from harness.adapter import Inputs
 from harness.cases import image_case, read_model_info, seeded_image, text_case
+from harness.recorder import TraceRecorder
 from harness.types import Case
 from reference_impl.port import ReferenceAdapter
 
