@@ -122,7 +122,7 @@ def record(config: Config, out: Path, display: Display) -> int:
 def _described_plan(config: Config, checkpoint: Path, sessions: Mapping[str, Session]) -> Plan:
     setups = make_setups(config)
     described = {}
-    for side, role in (("reference", "oracle"), ("accel", "accel")):
+    for side, role in (("accel", "accel"), ("reference", "oracle")):
         described[side] = refused(sessions[side].describe(setups[role]), side)
     return make_plan(config, checkpoint, described)
 

@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-SHARD_3 = {
-    "visual.blocks.0.norm1.bias",
-    "model.layers.0.mlp.down_proj.weight",
-    "model.layers.3.mlp.gate.weight",
-}
-"""Weights that lie in the third shard of the built-in checkpoint."""
+SHARD_3 = {"visual.blocks.0.norm1.bias", "model.layers.0.mlp.down_proj.weight"}
+"""The first weights of the third shard of the built-in checkpoint, in the order of the model."""
 
 
 @pytest.mark.parametrize(
@@ -35,7 +31,7 @@ def test_a_wrong_weight_is_refused_by_name(verify, fault, criterion, place, caus
     assert cause in first["cause"]
     assert criterion in outcome.broken("load")
     if fault == "dropped_shard":
-        assert {f["tap"] for f in outcome.findings("load")} >= SHARD_3 - {"model.layers.3.mlp.gate.weight"}
+        assert {f["tap"] for f in outcome.findings("load")} >= SHARD_3
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +40,8 @@ def llama(tmp_path_factory, tiny_model) -> Path:
     return Path(tiny_model("llama").removeprefix("hf:"))
 
 
-@pytest.mark.parametrize(
-    ("damage", "kind"),
-    [("cut", "truncated"), ("gone", "missing")],
-)
-def test_a_damaged_checkpoint_is_named_whatever_the_port_does(verify, llama, tmp_path, damage, kind):
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_checkpoint_is_named_whatever_the_port_does(verify, llama, tmp_path, damage):
     """A shard that is short, or not there, is found from headers before any loader's opinion counts."""
     folder = tmp_path / "model"
     shutil.copytree(llama, folder)
