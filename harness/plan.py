@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.cases import ModelInfo, read_model_info
 from harness.config import Config
-from harness.errors import NothingToVerify, UsageError
+from harness.errors import CheckpointError, NothingToVerify, UsageError
 from harness.plugins import Spec, default_checkpoint, parse_spec
 from harness.record import Session, Watchdog
 from harness.stages import StageContext, stage_module
@@ -51,6 +51,7 @@ def make_sessions(config: Config, folder: Path) -> tuple[Path, dict[str, Session
         raise UsageError(
             "expected a checkpoint, found none: neither side's SPEC names one; use hf:PATH or a builtin as --reference"
         )
+    _check_there(checkpoint)
     limits = config.watchdog
     watchdog = Watchdog(describe_s=limits.startup_s, load_s=limits.load_s, run_s=limits.run_s)
     pythons = {"reference": sys.executable, "accel": config.accel.python or sys.executable}
@@ -65,6 +66,17 @@ def make_sessions(config: Config, folder: Path) -> tuple[Path, dict[str, Session
         for side, spec in specs.items()
     }
     return checkpoint, sessions
+
+
+def _check_there(checkpoint: Path) -> None:
+    """Raise UsageError where there is no configuration or no weights at all, before any worker is started."""
+    from harness.checkpoint import open_checkpoint
+
+    try:
+        read_model_info(checkpoint)
+        open_checkpoint(checkpoint)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
 
 
 def make_setups(config: Config) -> dict[str, Setup]:

@@ -64,6 +64,8 @@ def refused(words: list[str], capsys) -> str:
     [
         ("--reference hf:nowhere --accel builtin:accel", "expected a transformers checkpoint folder at nowhere"),
         ("--reference hf:file --accel builtin:accel", "expected a transformers checkpoint folder at file"),
+        ("--reference hf:model --accel hf:model", "only safetensors are read"),
+        ("--reference hf:text --accel hf:text", "expected a JSON object"),
         ("--reference port.py:port --accel port.py:port", "neither side's SPEC names one"),
         ("--reference hf:model", "no port was named"),
         ("--stage lod", "did you mean 'load'"),
@@ -125,16 +127,6 @@ def test_a_port_that_cannot_be_imported_is_a_usage_error(spec, message, capsys):
     assert message in told
     assert "harness/plugins.py" not in told
     assert not Path("day0-run/results.json").exists()
-
-
-def test_a_checkpoint_that_is_none_is_told_as_such(capsys):
-    """A folder with a configuration and no weights, or with a configuration that is none, ends with one message."""
-    for folder, message in (("model", "safetensors"), ("text", "expected a JSON object")):
-        code = cli.run(["verify", "--stage", "load", "--reference", f"hf:{folder}", "--accel", f"hf:{folder}"])
-        err = capsys.readouterr().err
-        assert code in (1, 4)
-        assert message in err
-        assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
