@@ -11,6 +11,7 @@ from torch import Tensor
 
 from harness.compare.align import as_rows, broadcastable, like
 from harness.compare.decisions import Decision, agreeing, conditions, decisions_of, judge_decision
+from harness.compare.isolation import not_isolated
 from harness.compare.subject import Scene, Views, measured
 from harness.compare.values import SMALLEST_SLICE, error_ratios, floor_of, median_ratio
 from harness.metrics.discrete import valid_candidates
@@ -56,6 +57,7 @@ def compare_run(
     decisions = decisions_of(scene)
     found: list[Measurement] = []
     unseen: list[str] = []
+    apart = not_isolated(scene)
     for name, tap in oracle.taps.items():
         if name not in oracle.tensors or not _isolated(run, tap) or _unobservable(name, scope):
             continue
@@ -65,9 +67,10 @@ def compare_run(
             elif run.level:
                 unseen.append(name)
             continue
-        found += _compare_tap(scene, tap, decisions)
+        if name not in apart or tap.kind in EXACT_KINDS or tap.kind in DECISION_KINDS:
+            found += _compare_tap(scene, tap, decisions)
     if run.level:
-        detail = {"taps": unseen[:50]}
+        detail = {"taps": unseen[:50], "not_isolated": sorted(apart & accel.tensors.keys())[:50]}
         found.append(measured(stage, run, "unseen_taps", len(unseen), subject=run.id, n=len(order), detail=detail))
     return found
 

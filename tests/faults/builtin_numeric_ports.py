@@ -281,11 +281,13 @@ def indexer_rotates_when_long() -> None:
 @fault
 def memory_kept() -> None:
     """LC12: every forward keeps what it computed, per layer and token."""
+    follow()
     kept: list[Tensor] = []
 
     def layer(real: Any, self: Model, number: int, h: Tensor, *args: Any) -> Tensor:
         value = real(self, number, h, *args)
-        kept.append(torch.ones(value.shape[1], 1 << 18))
+        if Here.stop > 140:  # at length only: the test is about long context, and the machine may be small
+            kept.append(torch.ones(value.shape[1], 1 << 16))
         return value
 
     around(Model, "_layer", layer)
