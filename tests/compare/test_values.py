@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from sides import TOKENS, WIDTH, compare, hidden, noisy, run_of, trace, value
+from sides import TOKENS, WIDTH, compare, hidden, noisy, normal, run_of, trace, value
 
 from harness.compare import execution_order
 from harness.types import Failure, Scope
@@ -242,3 +242,14 @@ def test_runs_that_keep_other_taps_agree_on_what_comes_first() -> None:
     few = trace({"layers.0": oracle["layers.0"], "extra": hidden(6)}, run_of(1))
     assert execution_order(few, places) == {"layers.0": 2, "extra": 2}
     assert execution_order(few) == {"layers.0": 0, "extra": 1}
+
+
+def test_one_flipped_token_does_not_stand_for_the_distributions() -> None:
+    """The ratio of a free run's logits is one of medians; the mean beside it still shows the token."""
+    accel = noisy(ORACLE, 9)
+    accel["logits"] = accel["logits"].clone()
+    accel["logits"][:, 3] = normal(*accel["logits"][:, 3].shape, seed=5)
+    found = compare(accel, ORACLE, run_of(0))
+    assert value(found, "logits_kl_ratio").value < 3
+    shown = value(found, "kl_nats_per_token")
+    assert shown.value > 100 * shown.where["floor"]
