@@ -30,7 +30,19 @@ from harness.report.results import Results, build_results, write_measurements
 from harness.report.terminal import Display
 from harness.schedule import Job, Schedule, make_schedule
 from harness.stages import StageView, stage_module
-from harness.types import STAGES, Failure, Measurement, Setup, StageResult, Status, Trace, as_json, digest_of, from_json
+from harness.types import (
+    STAGES,
+    Failure,
+    Finding,
+    Measurement,
+    Setup,
+    StageResult,
+    Status,
+    Trace,
+    as_json,
+    digest_of,
+    from_json,
+)
 from harness.world import RankJob, run_ranks
 
 
@@ -319,12 +331,7 @@ class Campaign:
         try:
             measurements: list[Measurement] = list(module.measure(view))
         except Exception as error:
-            return StageResult(
-                name=name,
-                status=Status.ERROR,
-                reason=f"measuring failed: {type(error).__name__}: {error}",
-                facts={"traceback": traceback.format_exc()},
-            )
+            return self._unmeasured(name, error)
         write_measurements(measurements, self.out / "measurements" / f"{name}.jsonl")
         criteria = self.checklists.by_stage.get(name, ())
         verdicts, unjudged = gate.judge(
@@ -351,6 +358,23 @@ class Campaign:
             unjudged=tuple(unjudged),
             facts={"failures": [as_json(f) for f in _failures(view)]},
             peak_bytes=max((int(t.facts.get("peak_bytes", 0)) for t in _traces(view)), default=0),
+        )
+
+    def _unmeasured(self, name: str, error: Exception) -> StageResult:
+        """Return the result of a stage whose traces could not be read, or whose measuring failed."""
+        unread = isinstance(error, TraceError)
+        cause = "a recorded trace is damaged or of another version" if unread else "a mistake of the stage's own code"
+        message = str(error) if unread else f"{type(error).__name__}: {error}"
+        finding = Finding(
+            tap="*", module="", op="", cause=f"nothing could be measured: {cause}", message=message,
+            reproduce=reproduce(self.plan.config, name),
+        )  # fmt: skip
+        return StageResult(
+            name=name,
+            status=Status.ERROR,
+            reason=f"measuring failed: {message}",
+            findings=(finding,),
+            facts={"traceback": "".join(traceback.format_exception(error))},
         )
 
     def _failing(self, verdicts: Iterable[Any], measurements: Sequence[Measurement]) -> list[tuple[Any, Measurement]]:
