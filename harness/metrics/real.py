@@ -55,7 +55,7 @@ def _sums(first: Tensor, second: Tensor | None, dtype: torch.dtype | None, weigh
         block = first[start : start + step].to(torch.float64)
         if second is not None:
             block = block - second[start : start + step].to(torch.float64)
-        squares = _half_ulp_squares(block, dtype) if dtype is not None else block.square_()
+        squares = _half_ulp_squares(block, dtype) if dtype is not None else block.square()
         token[start : start + step] = squares.sum(dim=1)
         channel += squares.sum(dim=0) if weight is None else weight[start : start + step] @ squares
     return SquaredSums(token=token, channel=channel)

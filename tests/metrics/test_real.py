@@ -13,6 +13,7 @@ from harness.metrics.real import (
     mismatches,
     pcc,
     rel_rms_error,
+    signal_sums,
 )
 
 
@@ -80,3 +81,12 @@ def test_mismatches_compare_values_not_bytes() -> None:
     assert mismatches(actual=torch.tensor([math.nan]), expected=torch.tensor([math.nan])) == 1
     with pytest.raises(ValueError, match="equal shapes"):
         mismatches(actual=torch.zeros(2), expected=torch.zeros(3))
+
+
+def test_what_is_measured_stays_as_it_is() -> None:
+    """Sums of squares never write into their input, in no precision (a float64 oracle needs no widening copy)."""
+    value = torch.arange(6, dtype=torch.float64).reshape(2, 3)
+    kept = value.clone()
+    signal_sums(expected=value)
+    error_sums(actual=value, expected=value)
+    assert torch.equal(value, kept)
