@@ -71,8 +71,12 @@ class Place:
         self.current: list[Any] = []
 
     def run_all(self) -> int:
-        """Do the collectives, then each layout; whatever the port raises becomes this rank's failure."""
+        """Do the collectives, then each layout; whatever the port raises becomes this rank's failure.
+
+        The port is made once before anything else: a vendor's code may bring the backend that the collectives run on.
+        """
         try:
+            self._open(self.setup).close()
             self._join()
             for layout in _in_order(run.layout for run, _ in self.items if run.kind == "collectives"):
                 self._collectives(layout)
@@ -82,6 +86,13 @@ class Place:
             self._fail(error)
             return 1
         return 0
+
+    def _open(self, setup: Any) -> Any:
+        """Make the port, without weights."""
+        from harness.plugins import open_adapter, parse_spec
+
+        self.beat(f"{setup.layout}: opening {self.job['spec']}")
+        return open_adapter(parse_spec(self.job["spec"]), Path(self.job["checkpoint"]), setup)
 
     def _join(self) -> None:
         """Join the process group, on this rank's device."""
@@ -121,14 +132,12 @@ class Place:
         import torch.distributed as dist
 
         from harness.errors import PortError
-        from harness.plugins import open_adapter, parse_spec
         from harness.runs import Bench, opened
 
         self.current = self._mine("ranks", layout)
         setup = dataclasses.replace(self.setup, layout=layout)
         checkpoint = Path(self.job["checkpoint"])
-        self.beat(f"{layout}: opening {self.job['spec']}")
-        adapter: Any = open_adapter(parse_spec(self.job["spec"]), checkpoint, setup)
+        adapter = self._open(setup)
         if not hasattr(adapter, "distribute"):
             raise PortError(f"{adapter.name} claims the layout {layout}, but has no method distribute(layout)")
         self.beat(f"{layout}: taking its place")

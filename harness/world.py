@@ -155,6 +155,7 @@ class _World:
         raised = {_rank(j) for j in self.jobs if load_failure(j.out) is not None}
         blame = self._blame({rank}, raised - {rank})
         if blame and (code is None or code == 1):
+            told["last_tap"] = ""  # where a victim was says nothing; where the culprit was is in the words
             return Failure(kind="refused", message=f"{name} was stopped because {blame}", **told)
         words = f"ended with {_code_name(code)}" if code is not None else "ended without a result"
         stack = self.stacks.get(rank, "") or _last_lines(self._text(rank, "log.txt")) or _last_lines(self._log())
@@ -177,7 +178,7 @@ class _World:
             for job, failure in raised[rank]:
                 name = f"rank {rank} of layout {job.run.layout}"
                 message = f"{name} was stopped because {blame}; its own words: {failure.message}"
-                save_failure(job.out, replace(failure, kind="refused", message=message))
+                save_failure(job.out, replace(failure, kind="refused", message=message, last_tap=""))
 
     def _blame(self, victims: set[int], raised: set[int]) -> str:
         """Say which ranks ended by themselves, victims left out."""

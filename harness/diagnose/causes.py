@@ -178,6 +178,8 @@ def _missing(m: Measurement) -> str:
         return "no signal where one was expected: the input cannot tell right from wrong here"
     if m.problem == "too_few":
         return "too few samples to say anything: longer or more cases are needed"
+    if str(m.detail.get("message", "")).startswith("expected the shape"):
+        return "another shape than the reference's: a padded, cut or differently joined tensor"
     return "promised, but it could not be measured"
 
 

@@ -48,9 +48,14 @@ def explain(failing: Sequence[Failing], *, modules: Mapping[str, str], reproduce
     places = sorted(_split(told), key=lambda p: p.order)
     first = [p for p in places if any(m.metric in FOREMOST for _, m in p.failing)]
     places = [*first, *(p for p in places if p not in first)]
-    findings = [_finding(place, modules, reproduce) for place in places[: min(TOP, len(first))]]
-    findings += _lost_findings(lost, modules, reproduce)
-    findings += [_finding(place, modules, reproduce) for place in places[min(TOP, len(first)) : TOP]]
+    broke = [pair for pair in lost if pair[1].detail.get("kind") != "refused"]
+    leading = len(first) if broke or not places else len(places)  # what was refused follows from what was found
+    findings = [_finding(place, modules, reproduce) for place in places[: min(TOP, leading)]]
+    findings += _lost_findings(lost if broke or not findings else [], modules, reproduce)
+    findings += [_finding(place, modules, reproduce) for place in places[min(TOP, leading) : TOP]]
+    if lost and not broke and places:
+        runs = ", ".join(sorted({m.run for _, m in lost if m.run}))
+        findings[0] = replace(findings[0], evidence=(*findings[0].evidence, f"therefore not measured: {runs}"))
     if len(places) > TOP:
         rest = f"{len(places) - TOP} further places are outside their limits, the last one {places[-1].tap}"
         findings[-1] = replace(findings[-1], evidence=(*findings[-1].evidence, rest))

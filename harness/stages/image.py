@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from harness.cases import image_case
+from harness.cases import ModelInfo, image_case
 from harness.stages import StageContext, StageView
 from harness.stages.replays import free_and_replays, measure_runs
-from harness.types import Measurement, Run
+from harness.types import Case, Measurement, Run
 
 NAME = "image"
 NEEDS: tuple[str, ...] = ("image",)
@@ -15,13 +15,19 @@ SIZES = ((2, 3), (5, 3))
 
 def plan(context: StageContext) -> list[Run]:
     """Plan a free run and replays of one request with two pictures (and with them exchanged in the full profile)."""
-    unit = context.info.patch_size * context.info.merge_size
-    sizes = [(height * unit, width * unit) for height, width in SIZES]
-    runs = free_and_replays(context, NAME, image_case(context.info, sizes, seed=2))
+    runs = free_and_replays(context, NAME, two_pictures(context.info))
     if context.full:
-        case = image_case(context.info, [(7 * unit, 2 * unit), *reversed(sizes)], length=37, seed=5)
+        unit = context.info.patch_size * context.info.merge_size
+        sizes = [(7, 2), *reversed(SIZES)]
+        case = image_case(context.info, [(h * unit, w * unit) for h, w in sizes], length=37, seed=5)
         runs += free_and_replays(context, NAME, case, suffix="-three")
     return runs
+
+
+def two_pictures(info: ModelInfo) -> Case:
+    """Return the request with two pictures that this stage, and every stage that needs pictures, asks."""
+    unit = info.patch_size * info.merge_size
+    return image_case(info, [(height * unit, width * unit) for height, width in SIZES], seed=2)
 
 
 def measure(view: StageView) -> list[Measurement]:

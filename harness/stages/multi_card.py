@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from harness.cases import text_case
-from harness.compare import compare_run, is_mandatory
+from harness.compare import compare_run, execution_order, is_mandatory
 from harness.metrics.collectives import merge_shards, unequal_elements
 from harness.metrics.names import METRICS
 from harness.stages import FLOORS, StageContext, StageView
+from harness.stages.image import two_pictures
 from harness.taps import matches
 from harness.types import Failure, Layout, Measurement, Run, Trace
 
@@ -38,6 +39,10 @@ def plan(context: StageContext) -> list[Run]:
     for layout in layouts:
         base = Run(id=f"{NAME}/simulated-{layout}", stage=NAME, kind="simulate", case=case, layout=layout)
         runs += [_replayed(base, level) for level in levels]
+        if context.scope.image:
+            # a tower is split as well; the request is the image stage's, so its goldens are there
+            picture = replace(base, id=f"{NAME}/simulated-pictures-{layout}", case=two_pictures(context.info))
+            runs += [_replayed(picture, level) for level in (0, 1)]
     runs += [
         Run(id=f"{NAME}/collectives-r{rank}", stage=NAME, kind="collectives", options={"rank": rank})
         for rank in range(world)
@@ -121,7 +126,7 @@ def _ranks(view: StageView, runs: Sequence[Run], wrong: Measurement | None) -> l
         lost = next(run for run in runs if run.id not in present)
         found += [_lost(lost, traces[lost.id], metric, "*") for metric in ("rank_disagreements", "rank_missing")]
     elif isinstance(oracle, Trace):
-        found += _disagreements(runs, present, oracle)
+        found += _disagreements(runs, present, execution_order(oracle, _places(view)))
         found.append(_missing(view, runs, present, oracle))
     return found
 
@@ -147,6 +152,13 @@ def _only(trace: Trace, names: Sequence[str]) -> Trace:
     return replace(trace, taps={n: trace.taps[n] for n in names}, tensors={n: trace.tensors[n] for n in names})
 
 
+def _places(view: StageView) -> dict[str, int] | None:
+    """Return one execution order for all runs of this stage, whatever taps each of them kept: the longest run's."""
+    free = [run for run in view.runs if run.kind in ("simulate", "ranks") and not run.level]
+    whole = [t for run in free if isinstance(t := view.trace("oracle", run.id), Trace)]
+    return execution_order(max(whole, key=lambda t: len(t.taps))) if whole else None
+
+
 def _compared(
     view: StageView,
     run: Run,
@@ -163,13 +175,16 @@ def _compared(
         accel=accel,
         scope=view.context.scope,
         dtype=view.context.dtype,
+        places=_places(view),
     )
     return [replace(m, where={**m.where, **where, "split": run.kind}) for m in found]
 
 
-def _disagreements(runs: Sequence[Run], traces: Mapping[str, Trace], oracle: Trace) -> Iterator[Measurement]:
+def _disagreements(
+    runs: Sequence[Run], traces: Mapping[str, Trace], places: Mapping[str, int]
+) -> Iterator[Measurement]:
     """Count the elements in which a rank's copy of a tensor differs from the first rank's copy, bit for bit."""
-    for order, name in enumerate(oracle.taps):
+    for name, order in places.items():
         holders = [run for run in runs if name in traces[run.id].tensors]
         copies = [(run, traces[run.id].tensors[name]) for run in holders]
         first = copies[0][1] if copies else None
@@ -184,7 +199,7 @@ def _disagreements(runs: Sequence[Run], traces: Mapping[str, Trace], oracle: Tra
     if any(ids is not None for ids in tokens.values()):
         differing = [rank for rank, ids in tokens.items() if ids != tokens[str(runs[0].options["rank"])]]
         yield _measured(
-            runs[0], "rank_disagreements", len(differing), "generate", order=len(oracle.taps),
+            runs[0], "rank_disagreements", len(differing), "generate", order=1 + max(places.values(), default=0),
             where={"rank": differing[0] if differing else 0}, detail={"token_ids": tokens},
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from accel_impl import comm, formats, loader, model, ops, server, tokenizer
+from accel_impl import comm, formats, loader, model, ops, server, tokenizer, vision
 from accel_impl.cache import PagedCache
 from accel_impl.port import AccelAdapter
 from accel_impl.shards import Shards
@@ -249,6 +249,20 @@ def shared_expert_not_reduced() -> None:
         return self._linear(inner, f"{name}.down_proj")
 
     around(model.Model, "_gated", gated)
+
+
+@fault
+def bias_on_every_rank() -> None:
+    """MC01: the bias of a row-parallel linear of the tower is added on every rank, before the sum."""
+
+    def row_linear(real: Any, self: vision.Tower, x: torch.Tensor, name: str) -> torch.Tensor:
+        if self.place.tp.size == 1 or name != "blocks.1.attn.proj":
+            return real(self, x, name)
+        bias = self._tensor(f"{name}.bias").float()
+        partial = ops.linear(self.use, x, self.weights[f"visual.{name}.weight"], out=torch.float32)
+        return self.place.reduce(partial + bias).to(self.dtype)
+
+    around(vision.Tower, "_row_linear", row_linear)
 
 
 @fault

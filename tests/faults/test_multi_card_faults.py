@@ -12,8 +12,8 @@ import pytest
         ("sinks_of_rank_0", "tp2", "simulated.tails", "layers.0.attn.core", "only when split as tp2"),
         ("expert_map_permuted", "ep2", "simulated", "layers.3.moe.experts", "only when split as ep2"),
         ("row_sum_missing", "tp2", "agreement", "layers.1.attn", "only when split as tp2"),
-        ("vocabulary_padded", "tp2", "simulated", "logits", ""),
-        ("send_buffer_reused", "pp2", "ranks", "layers.3", "only when split as pp2"),
+        ("bias_on_every_rank", "tp2", "simulated", "vision.blocks.1", "only when split as tp2"),
+        ("send_buffer_reused", "pp2", "decisions.margin", "layers.3", "only when split as pp2"),
         ("all_reduce_drops_tail", "tp2", "collectives", "collectives.all_reduce", "wrong sums"),
     ],
 )
@@ -25,6 +25,16 @@ def test_a_wrong_split_is_refused_where_it_is_cut(verify, base, fault, layout, c
     assert first["tap"] == place or first["tap"].startswith(place + "."), outcome
     assert cause in first["cause"]
     assert f"multi_card.{criterion}" in outcome.broken("multi_card")
+
+
+def test_a_padded_vocabulary_is_another_shape(verify, base):
+    """Columns that a split added to the logits are told as such: nothing else can be compared there."""
+    words = ("--after", str(base.out), "--set", "scope.layouts=single,tp2")
+    outcome = verify("vocabulary_padded", *words, stage="multi_card,long_context")
+    first = outcome.refused_at("multi_card", status="ERROR")
+    assert first["tap"] == "logits"
+    assert "another shape" in first["cause"]
+    assert "263" in first["message"]
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("rank_hangs", "hang"), ("rank_dies", "SIGSEGV")])
