@@ -16,12 +16,11 @@ ONE_CARD = ("--set", "scope.max_length_tokens=161", "--set", 'scope.layouts=["si
     ("fault", "tap", "cause"),
     [
         ("beyond_128", "layers.2", "position"),
-        ("page_number_wraps", "layers.2", ""),
         ("indexer_rotates_when_long", "layers.2.attn.indexer.topk", "other items are chosen"),
     ],
 )
 def test_a_fault_that_begins_at_length_is_named(verify, fault, tap, cause):
-    """Positions beyond a limit, page numbers that overflow, another path for long requests."""
+    """Positions beyond a limit; another path for long requests."""
     outcome = verify(f"{BUILTIN}:port?fault={fault}", *ONE_CARD, stage="all")
     finding = outcome.refused_at("long_context")
     assert finding["tap"] == tap, finding
