@@ -60,8 +60,7 @@ def verify(config: Config, display: Display, *, command: str = "") -> Results:
     finally:
         for session in sessions.values():
             session.close()
-    required = [r for r in config.run.require if r not in STAGES]
-    reasons = {r: out_of_scope(r, plan.scope, plan.context.capabilities) for r in required}
+    reasons = _unmet(config, plan, stages)
     results = build_results(
         stages,
         claimed=plan.scope,
@@ -69,7 +68,7 @@ def verify(config: Config, display: Display, *, command: str = "") -> Results:
         not_covered=[*campaign.partial, *not_covered(plan, stages)],
         environment=environment(plan, checklists.digest),
         required=[r for r in config.run.require if r in STAGES],
-        problems=[f"--require {r}: {why}" for r, why in reasons.items() if why] + campaign.problems,
+        problems=[f"--require {word}: {why}" for word, why in reasons.items()] + campaign.problems,
         questions=checklists.questions,
         practices=checklists.practices,
         practice_evidence=practice_evidence(plan, campaign.schedule),
@@ -83,6 +82,20 @@ def verify(config: Config, display: Display, *, command: str = "") -> Results:
     )
     render(results, out)
     return results
+
+
+def _unmet(config: Config, plan: Plan, stages: Sequence[StageResult]) -> dict[str, str]:
+    """Return why each word of --require was not met, for those that were not."""
+    found = {}
+    ran = {s.name: s for s in stages}
+    for word in config.run.require:
+        if word not in STAGES:
+            found[word] = out_of_scope(word, plan.scope, plan.context.capabilities)
+        elif word not in ran:
+            found[word] = "it was not among the stages of this run; name it in --stage"
+        elif ran[word].status is Status.SKIPPED:
+            found[word] = ran[word].reason
+    return {word: why for word, why in found.items() if why}
 
 
 def _made(folder: Path) -> Path:

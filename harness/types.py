@@ -339,9 +339,7 @@ def _build(kind: Any, data: Any) -> Any:
 
 
 def _names() -> dict[str, Any]:
-    return {"Mapping": Mapping, "torch": types.SimpleNamespace(Tensor=Any)} | {
-        k: v for k, v in globals().items() if isinstance(v, type)
-    }
+    return {**globals(), "torch": types.SimpleNamespace(Tensor=Any)}
 
 
 def digest_of(value: Any) -> str:
