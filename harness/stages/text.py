@@ -114,7 +114,8 @@ def _observer(view: StageView) -> Measurement:
     finite = plain.isfinite() & again.isfinite()  # what is not finite is told where it arises, not blamed on the taps
     spread = max_abs_error(actual=again[finite], expected=plain[finite]) if bool(finite.any()) else 0.0
     beyond = (seen.double() - plain.double()).abs() > spread
-    changed = int((beyond | (seen.isfinite() != plain.isfinite())).sum())
+    uneven = (seen.isfinite() != plain.isfinite()) | (again.isfinite() != plain.isfinite())
+    changed = int((beyond | uneven).sum())
     return measured(
         NAME, run, "taps_change_logits", changed, subject="logits", order=1 << 20, n=plain.numel(),
         detail={"spread": spread},
