@@ -89,7 +89,14 @@ class TraceRecorder:
         self._handed.clear()
 
     def __call__(self, tap: str, tensor: Tensor, *, dims: str = "", kind: str = "") -> Tensor:
-        """Record a tensor as the port computed it; return it, or the pinned value."""
+        """Record a tensor as the port computed it; return it, or the pinned value.
+
+        A function mode that is active in the port (a cast of its own, say) does not reach what happens in here.
+        """
+        with torch._C.DisableTorchFunction():
+            return self._recorded(tap, tensor, dims, kind)
+
+    def _recorded(self, tap: str, tensor: Tensor, dims: str, kind: str) -> Tensor:
         if self.beat is not None:
             self.beat(tap)
         kind = kind or tapnames.kind_of(tap)

@@ -112,3 +112,19 @@ def test_jitter_moves_some_values_by_one_ulp_and_is_repeatable():
     assert 0.15 < (steps > 0).float().mean() < 0.35
     assert torch.equal(one, draw(1))
     assert not torch.equal(one, draw(2))
+
+
+def test_a_function_mode_of_the_port_does_not_reach_the_recorder():
+    """A mode that changes every call (a cast to float64, say) changes nothing of what is recorded or replayed."""
+    from torch.overrides import TorchFunctionMode
+
+    class Refusing(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} was reached")
+
+    record = TraceRecorder(pins=pins())
+    record.span(0, 5)
+    own = torch.full((1, 5, 2), 7.0)
+    with Refusing():
+        given = record("layers.0", own)
+    assert torch.equal(given, SOURCE["layers.0"].bfloat16().float())
