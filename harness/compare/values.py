@@ -16,9 +16,9 @@ SMALLEST_SLICE = 16
 HALF_ULPS = 2.0
 """A port may round once more than the floor at any place, so its floor is never below two roundings."""
 WIDE_HALF_ULPS = 4.0
-"""The same where sums are rounded as coarsely as results (float32, float64): another order of a norm's sum moves a whole
-token. Source: ONNX Runtime's norm on a real model is up to 3.0 ulp from float64, the reference's worst token 2.75; faults
-in float32 read 136 and more."""
+"""The same where sums are rounded as coarsely as results (float32, float64): another order of a norm's sum moves a
+whole token. Source: ONNX Runtime's norm on a real model is up to 3.0 ulp from float64, the reference's worst token
+2.75; faults in float32 read 136 and more."""
 EXPECTED_SHARE = 0.02
 """A slice's floor is never below this share of the mean slice's, so that a nearly silent channel or token has one."""
 
