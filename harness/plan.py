@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -191,18 +192,29 @@ def checkpoint_digest(checkpoint: Path) -> str:
 
 
 def code_digest(spec: str) -> str:
-    """Return a digest of the file that a SPEC's code lies in (of the SPEC alone where there is none)."""
-    parsed: Spec = parse_spec(spec)
-    module = parsed.target.rpartition(":")[0] or parsed.target
-    path = Path(module)
-    if path.suffix != ".py":
-        try:
-            found = importlib.util.find_spec(module) if parsed.kind == "package" else None
-        except (ImportError, ValueError):
-            found = None
-        path = Path(found.origin) if found and found.origin else Path()
-    content = path.read_bytes() if path.is_file() else b""
-    return hashlib.blake2b(spec.encode() + content, digest_size=16).hexdigest()
+    """Return a digest of a SPEC and of the code that it names: its file, or its package's files."""
+    digest = hashlib.blake2b(spec.encode(), digest_size=16)
+    for path in _code_files(parse_spec(spec)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _code_files(spec: Spec) -> list[Path]:
+    """Return the Python files of a port, in order."""
+    module = spec.target.rpartition(":")[0] or spec.target
+    if spec.kind == "builtin":
+        named = metadata.entry_points(group="day0.adapters", name=spec.target)
+        module = next((entry.value.partition(":")[0] for entry in named), "")
+    if module.endswith(".py"):
+        return [Path(module)] if Path(module).is_file() else []
+    if spec.kind not in ("builtin", "factory") or not module:
+        return []
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return []
+    origin = Path(found.origin) if found and found.origin else Path()
+    return sorted(origin.parent.glob("*.py")) if origin.name == "__init__.py" else [origin] if origin.is_file() else []
 
 
 def _spec_text(config: Config, side: str) -> str:
