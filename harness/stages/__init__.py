@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from harness.cases import ModelInfo
-from harness.types import STAGES, Failure, Run, Scope, Trace
+from harness.metrics.names import METRICS
+from harness.types import STAGES, Failure, Measurement, Run, Scope, Trace
 
 FLOORS = ("floor", "floor_j1", "floor_j2")
 """Keys of the floor traces in a view: the plain floor, and replays with jittered inputs (levels >= 1 only)."""
@@ -55,3 +56,38 @@ def stage_module(name: str) -> ModuleType:
     """Import a stage by its id (one of `STAGES`)."""
     assert name in STAGES, name
     return importlib.import_module(f"harness.stages.{name}")
+
+
+def measured(
+    stage: str,
+    run: Run,
+    metric: str,
+    value: float | None,
+    subject: str,
+    *,
+    order: int = 0,
+    n: int = 1,
+    problem: str = "",
+    where: Mapping[str, Any] | None = None,
+    detail: Mapping[str, Any] | None = None,
+) -> Measurement:
+    """Return a measurement of one run that is about no tap; the unit is that of the metric."""
+    return Measurement(
+        metric=metric,
+        value=value,
+        unit=METRICS[metric],
+        subject=subject,
+        stage=stage,
+        case=run.case.id if run.case else "",
+        run=run.id,
+        n=n,
+        order=order,
+        problem=problem,
+        where=where or {},
+        detail=detail or {},
+    )
+
+
+def loss(failure: Failure | None) -> dict[str, str]:
+    """Return what a lost run leaves to tell: where it was, and how it ended."""
+    return {"last_tap": failure.last_tap, "kind": failure.kind} if failure is not None else {"last_tap": "", "kind": ""}

@@ -15,8 +15,7 @@ from typing import Any
 
 from harness.checkpoint import checkpoint_facts
 from harness.metrics.memory import peak_over_plan
-from harness.metrics.names import METRICS
-from harness.stages import StageContext, StageView
+from harness.stages import StageContext, StageView, loss, measured
 from harness.types import Failure, Measurement, Run, Trace
 
 NAME = "load"
@@ -67,32 +66,13 @@ def _lost(run: Run, side: Failure | Trace | None, checkpoint: Path) -> list[Meas
     message = f"the port: {side.kind}: {side.message}" if side is not None else "the port has no trace of this run"
     metrics = _PORT_METRICS if run.kind == "load" else _WEIGHT_METRICS
     found = _headers(run, checkpoint_facts(checkpoint)) if run.kind == "load" else []
-    told = {"last_tap": side.last_tap, "kind": side.kind} if side is not None else {"last_tap": "", "kind": ""}
-    detail = {"message": message, **told}
-    return [*found, *(_measured(run, m, None, "*", problem="error", detail=detail) for m in metrics)]
-
-
-def _measured(
-    run: Run,
-    metric: str,
-    value: float | None,
-    subject: str,
-    *,
-    problem: str = "",
-    order: int = 0,
-    where: Mapping[str, Any] | None = None,
-    detail: Mapping[str, Any] | None = None,
-    n: int = 1,
-) -> Measurement:
-    return Measurement(
-        metric=metric, value=value, unit=METRICS[metric], subject=subject, stage=NAME, run=run.id, n=n, order=order,
-        problem=problem, where=where or {}, detail=detail or {},
-    )  # fmt: skip
+    detail = {"message": message, **loss(side)}
+    return [*found, *(measured(NAME, run, m, None, "*", problem="error", detail=detail) for m in metrics)]
 
 
 def _or_none_found(run: Run, metric: str, found: Sequence[Measurement], n: int, **detail: Any) -> list[Measurement]:
     """Return what was found, or one measurement of 0 over all n that were looked at."""
-    return list(found) or [_measured(run, metric, 0.0, "all", n=n, detail=detail)]
+    return list(found) or [measured(NAME, run, metric, 0.0, "all", n=n, detail=detail)]
 
 
 # --- the checkpoint and the load ---
@@ -112,7 +92,7 @@ def _headers(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
         ("undecodable_tensors", facts.get("undecodable", ())),
     ):
         found = [
-            _measured(run, metric, 1.0, p["name"] or p["file"], where={"kind": p["kind"]}, detail=_told(p))
+            measured(NAME, run, metric, 1.0, p["name"] or p["file"], where={"kind": p["kind"]}, detail=_told(p))
             for p in problems
         ]
         result += _or_none_found(run, metric, found, max(1, facts["tensors"]))
@@ -133,9 +113,9 @@ def _memory(run: Run, trace: Trace) -> Measurement:
     if peak is None or not planned:
         message = f"expected the peak of the load and a plan for {trace.setup.dtype}, found {peak} and {planned} bytes"
         detail["message"] = message
-        return _measured(run, "load_peak_over_plan", None, "load", problem="missing", detail=detail)
+        return measured(NAME, run, "load_peak_over_plan", None, "load", problem="missing", detail=detail)
     ratio = peak_over_plan(peak_bytes=peak, planned_bytes=planned) if peak else 0.0
-    return _measured(run, "load_peak_over_plan", ratio, "load", detail=detail)
+    return measured(NAME, run, "load_peak_over_plan", ratio, "load", detail=detail)
 
 
 # --- the weights ---
@@ -148,7 +128,7 @@ def _weights(
     if not weights:
         message = "expected the port to show its weights, found none"
         return [
-            _measured(run, m, None, "*", problem="empty", detail={"message": message}) for m in _WEIGHT_METRICS
+            measured(NAME, run, m, None, "*", problem="empty", detail={"message": message}) for m in _WEIGHT_METRICS
         ]  # fmt: skip
     reference = _Reference(expected, weights)
     found: dict[str, list[Measurement]] = {m: [] for m in _WEIGHT_METRICS}
@@ -158,13 +138,13 @@ def _weights(
     for m in (*_unused(run, actual, reference, image=image), *_named(run, "untied_heads", actual["untied"], _UNTIED)):
         found[m.metric].append(m)
     for name, message in actual["errors"].items():
-        value = _measured(run, "weight_mismatches", None, name, problem="error", detail={"message": message})
+        value = measured(NAME, run, "weight_mismatches", None, name, problem="error", detail={"message": message})
         found["weight_mismatches"].append(value)
     for name in actual["unfilled"]:
         order = next((i for i, w in enumerate(weights) if w["name"] == name), 0)
         if not reference.vouches(weights[order]):
             message = f"{name} {weights[order]['shape']} comes from no checkpoint tensor"
-            value = _measured(run, "unfilled_parameters", 1.0, name, order=order, detail={"message": message})
+            value = measured(NAME, run, "unfilled_parameters", 1.0, name, order=order, detail={"message": message})
             found["unfilled_parameters"].append(value)
     looked_at = {"unused_tensors": actual["logical"], "weight_mismatches": actual["elements"]}
     detail = {"outside": actual["outside"], "vouched_by_reference_only": reference.vouched}
@@ -180,7 +160,7 @@ _UNTIED = "the configuration ties the output head to the embedding, but memory h
 
 def _named(run: Run, metric: str, names: Sequence[str], why: str) -> Iterator[Measurement]:
     for name in names:
-        yield _measured(run, metric, 1.0, name, detail={"message": f"{name}: {why}"})
+        yield measured(NAME, run, metric, 1.0, name, detail={"message": f"{name}: {why}"})
 
 
 class _Reference:
@@ -228,7 +208,7 @@ def _one_weight(run: Run, w: Mapping[str, Any], reference: _Reference, order: in
             k: w[k] for k in ("shape", "dtype", "match", "source", "max_ulp", "worst", "expected", "found", "pattern")
         }
         detail |= {"message": f"{w['name']}: {message}", "order": w["order"][:400]}
-        return _measured(run, metric, value, w["name"], order=order, detail=detail)
+        return measured(NAME, run, metric, value, w["name"], order=order, detail=detail)
 
     if w["nonfinite"]:
         yield one("nonfinite_weights", w["nonfinite"], f"{w['nonfinite']} elements are NaN or infinite")
@@ -309,9 +289,9 @@ def _unused(
     vision = [n for n, reason in actual["outside"].items() if reason == "vision" and image]
     for name in (*actual["unused"], *vision):
         message = f"{name} is in the checkpoint, and no weight in memory comes from it"
-        yield _measured(run, "unused_tensors", 1.0, name, where={"part": "whole"}, detail={"message": message})
+        yield measured(NAME, run, "unused_tensors", 1.0, name, where={"part": "whole"}, detail={"message": message})
     for name, (hit, rows) in actual["partial"].items():
         if reference.partial.get(name) == [hit, rows]:
             continue
         message = f"{rows - hit} of {rows} rows of {name} are nowhere in memory"
-        yield _measured(run, "unused_tensors", 1.0, name, where={"part": "some rows"}, detail={"message": message})
+        yield measured(NAME, run, "unused_tensors", 1.0, name, where={"part": "some rows"}, detail={"message": message})

@@ -14,8 +14,7 @@ from typing import Any
 from harness.cases import text_case
 from harness.compare import compare_run, execution_order, is_mandatory
 from harness.metrics.collectives import merge_shards, unequal_elements
-from harness.metrics.names import METRICS
-from harness.stages import FLOORS, StageContext, StageView
+from harness.stages import FLOORS, StageContext, StageView, loss, measured
 from harness.stages.image import two_pictures
 from harness.taps import matches
 from harness.types import Failure, Layout, Measurement, Run, Trace
@@ -226,35 +225,13 @@ def _lost(run: Run, side: Trace | Failure | None, metric: str, subject: str) -> 
     """Return a promised number that could not be taken, because a run did not end."""
     assert not isinstance(side, Trace)
     message = f"{side.kind}: {side.message}" if side is not None else "there is no trace of this run"
-    told = {"last_tap": side.last_tap, "kind": side.kind} if side is not None else {"last_tap": "", "kind": ""}
-    detail = {"message": message, **told}
+    detail = {"message": message, **loss(side)}
     where = {"rank": run.options["rank"]}
     return _measured(run, metric, None, subject, problem="error", where=where, detail=detail)
 
 
 def _measured(
-    run: Run,
-    metric: str,
-    value: float | None,
-    subject: str,
-    *,
-    order: int = 0,
-    n: int = 1,
-    problem: str = "",
-    where: Mapping[str, Any] | None = None,
-    detail: Mapping[str, Any] | None = None,
+    run: Run, metric: str, value: float | None, subject: str, *, where: Mapping[str, Any] | None = None, **rest: Any
 ) -> Measurement:
-    return Measurement(
-        metric=metric,
-        value=value,
-        unit=METRICS[metric],
-        subject=subject,
-        stage=NAME,
-        case=run.case.id if run.case else "",
-        run=run.id,
-        n=n,
-        order=order,
-        problem=problem,
-        where={"layout": str(run.layout), "level": run.level, "split": run.kind, **(where or {})},
-        detail=detail or {},
-    )
+    place = {"layout": str(run.layout), "level": run.level, "split": run.kind, **(where or {})}
+    return measured(NAME, run, metric, value, subject, where=place, **rest)

@@ -11,8 +11,7 @@ from typing import Any
 
 from harness.adapters.smoke import CHECKS
 from harness.cases import seeded_ids, special_strings, text_case
-from harness.metrics.names import METRICS
-from harness.stages import StageContext, StageView
+from harness.stages import StageContext, StageView, loss, measured
 from harness.types import Failure, Measurement, Run, Trace
 
 NAME = "startup"
@@ -106,17 +105,20 @@ _PROMISED = {
 def _lost(run: Run, side: Failure | Trace | None, who: str) -> list[Measurement]:
     assert not isinstance(side, Trace)
     message = f"{who}: {side.kind}: {side.message}" if side is not None else f"{who} has no trace of this run"
-    told = {"last_tap": side.last_tap, "kind": side.kind} if side is not None else {"last_tap": "", "kind": ""}
-    detail = {"message": message, **told}
-    return [_measured(run, metric, None, "*", problem="error", detail=detail) for metric in _PROMISED[run.kind]]
+    detail = {"message": message, **loss(side)}
+    return [measured(NAME, run, metric, None, "*", problem="error", detail=detail) for metric in _PROMISED[run.kind]]
 
 
 def _ready(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
     """Count the tokens of one real generation; its times are shown."""
     found = [
-        _measured(run, "ready_tokens", len(facts["token_ids"]), "generate", detail={"token_ids": facts["token_ids"]})
+        measured(
+            NAME, run, "ready_tokens", len(facts["token_ids"]), "generate", detail={"token_ids": facts["token_ids"]}
+        )
     ]
-    found += [_measured(run, name, facts[name], "generate") for name in ("ttft_s", "tokens_per_s") if name in facts]
+    found += [
+        measured(NAME, run, name, facts[name], "generate") for name in ("ttft_s", "tokens_per_s") if name in facts
+    ]
     return found
 
 
@@ -144,7 +146,7 @@ def _chat(run: Run, *, actual: Mapping[str, Any], expected: Mapping[str, Any]) -
     detail: dict[str, Any] = {"actual": list(actual["eos_ids"]), "expected": list(expected["eos_ids"])}
     if not expected["eos_ids"]:
         detail["message"] = "the reference names no end-of-sequence id"
-    found.append(_measured(run, "eos_mismatches", len(wrong), "eos_ids", detail=detail))
+    found.append(measured(NAME, run, "eos_mismatches", len(wrong), "eos_ids", detail=detail))
     return found
 
 
@@ -154,10 +156,10 @@ def _mismatch(
     """Return 0 or 1, with the place of the first difference; what the reference did not answer is missing."""
     if expected is None:
         detail = {"message": "the reference gave no answer"}
-        return _measured(run, metric, None, subject, problem="missing", where=where, detail=detail)
+        return measured(NAME, run, metric, None, subject, problem="missing", where=where, detail=detail)
     same = actual == expected
     detail = {} if same else {"actual": _around(actual, expected), "expected": _around(expected, actual)}
-    return _measured(run, metric, 0 if same else 1, subject, where=where, detail=detail)
+    return measured(NAME, run, metric, 0 if same else 1, subject, where=where, detail=detail)
 
 
 def _around(value: Any, other: Any) -> str:
@@ -176,8 +178,8 @@ def _concurrent(run: Run, facts: Mapping[str, Any]) -> Measurement:
     )
     count = sum(len(ids) for ids in facts["alone"])
     if count == 0:
-        return _measured(run, "concurrency_mismatches", None, "slots", problem="empty", detail=dict(facts))
-    return _measured(run, "concurrency_mismatches", wrong, "slots", n=count, detail=dict(facts))
+        return measured(NAME, run, "concurrency_mismatches", None, "slots", problem="empty", detail=dict(facts))
+    return measured(NAME, run, "concurrency_mismatches", wrong, "slots", n=count, detail=dict(facts))
 
 
 def _serve(run: Run, facts: Mapping[str, Any]) -> Iterator[Measurement]:
@@ -187,37 +189,13 @@ def _serve(run: Run, facts: Mapping[str, Any]) -> Iterator[Measurement]:
         if name in checks:
             entry = checks[name]
             detail = {"message": "; ".join(entry["detail"])}
-            yield _measured(run, "endpoint_errors", entry["errors"], f"endpoint.{name}", n=entry["of"], detail=detail)
+            yield measured(
+                NAME, run, "endpoint_errors", entry["errors"], f"endpoint.{name}", n=entry["of"], detail=detail
+            )
         elif name not in facts["not_applicable"]:
             detail = {"message": "this check was not reached"}
-            yield _measured(run, "endpoint_errors", None, f"endpoint.{name}", problem="missing", detail=detail)
+            yield measured(NAME, run, "endpoint_errors", None, f"endpoint.{name}", problem="missing", detail=detail)
 
 
 def _at(values: Sequence[Any], index: int) -> Any:
     return values[index] if index < len(values) else None
-
-
-def _measured(
-    run: Run,
-    metric: str,
-    value: float | None,
-    subject: str,
-    *,
-    n: int = 1,
-    problem: str = "",
-    where: Mapping[str, Any] | None = None,
-    detail: Mapping[str, Any] | None = None,
-) -> Measurement:
-    return Measurement(
-        metric=metric,
-        value=value,
-        unit=METRICS[metric],
-        subject=subject,
-        stage=NAME,
-        case=run.case.id if run.case else "",
-        run=run.id,
-        n=n,
-        problem=problem,
-        where=where or {},
-        detail=detail or {},
-    )
