@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,15 +83,31 @@ def layers_only(name: str) -> bool:
 
 
 def compile_layers(module: nn.Module, structure: Structure, backend: str) -> None:
-    """Compile each layer and block alone. Layers share code, so the limits on recompiling must hold for all of them:
-    beyond them torch would silently run the rest uncompiled.
+    """Compile each layer and block alone, for any length. Beyond its limit on variants of one layer torch would silently
+    run it uncompiled: that is an error here.
     """
     import torch._dynamo.config as limits
 
     modules = dict(module.named_modules())
-    for name in ("cache_size_limit", "recompile_limit", "accumulated_cache_size_limit", "accumulated_recompile_limit"):
+    if hasattr(limits, "fail_on_recompile_limit_hit"):
+        limits.fail_on_recompile_limit_hit = True
+    for name in ("cache_size_limit", "recompile_limit"):
         if hasattr(limits, name):
-            setattr(limits, name, max(getattr(limits, name), 64 * len(structure.layers)))
+            setattr(limits, name, max(getattr(limits, name), 64))
     for path in (*structure.layers, *structure.blocks):
         layer = modules[path]
-        layer.forward = torch.compile(layer.forward, backend=backend)
+        layer.forward = torch.compile(_own_code(layer.forward), backend=backend, dynamic=True)
+
+
+def _own_code(method: Any) -> Any:
+    """Return a method with a code object of its own: torch keeps compiled variants by code object, so layers of one class
+    would search through each other's at every call and use up one limit together.
+    """
+    function = getattr(method, "__func__", None)
+    if not isinstance(function, FunctionType):
+        return method
+    copy = FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(copy, method.__self__)

@@ -15,7 +15,7 @@ from harness.compare.isolation import not_isolated
 from harness.compare.subject import Scene, Views, measured
 from harness.compare.values import SMALLEST_SLICE, error_ratios, floor_of, median_ratio
 from harness.metrics.discrete import valid_candidates
-from harness.metrics.distributions import kl_nats, top1_agreement
+from harness.metrics.distributions import kl_nats, padding_probability, top1_agreement
 from harness.metrics.real import mismatches, rel_rms_error
 from harness.taps import DECISION_KINDS, EXACT_KINDS, level_of
 from harness.types import Failure, Measurement, Run, Scope, Tap, Trace
@@ -116,7 +116,8 @@ def _views(scene: Scene, tap: Tap) -> Views | Measurement:
     """Bring one tap of all sides into the oracle's shape."""
     expected = scene.oracle.tensors[tap.name]
     raw = scene.accel.tensors[tap.name]
-    actual = like(raw, scene.accel.taps[tap.name], other=expected, other_tap=tap)
+    fitting = raw[..., : expected.shape[-1]] if tap.kind == "logits" else raw  # wider ones are judged as padding
+    actual = like(fitting, scene.accel.taps[tap.name], other=expected, other_tap=tap)
     if actual is None:
         return _problem(scene, tap, "error", _shapes(tuple(raw.shape), tuple(expected.shape)))
     floors = []
@@ -204,11 +205,18 @@ def _logits(scene: Scene, views: Views) -> list[Measurement]:
     floor_top1 = min((top1_agreement(actual=f, expected=expected) for f in floors), default=1.0)
     ratio = float(kl.quantile(0.5) / floor_kls.quantile(0.5, dim=1).max())
     top1 = top1_agreement(actual=actual, expected=expected)
+    whole = scene.accel.tensors[views.tap.name]
     return [
+        _number(scene, views.tap, "padding_probability", _padding(whole, expected), whole.numel()),
         _number(scene, views.tap, "logits_kl_ratio", ratio, n, token=int(kl.argmax())),
         _number(scene, views.tap, "kl_nats_per_token", float(kl.mean()), n, floor=float(floor_kls.mean(dim=1).max())),
         _number(scene, views.tap, "top1_agreement", top1, n, floor=floor_top1),
     ]  # fmt: skip
+
+
+def _padding(logits: Tensor, expected: Tensor) -> float:
+    """Return what the port gives to columns beyond the reference's vocabulary (padded for tiles or shards)."""
+    return padding_probability(logits.reshape(-1, logits.shape[-1]), vocab=expected.shape[-1])
 
 
 def _exact(scene: Scene, tap: Tap) -> list[Measurement]:

@@ -44,6 +44,7 @@ DIRECT = {
     "endpoint_errors": "the endpoint does not answer as the protocol says",
     "input_rel_rms_error": "the pixels differ already: resizing, normalisation, channel or patch order",
     "greedy_margin_z": "another token was chosen where the reference was sure",
+    "padding_probability": "columns beyond the vocabulary can be sampled: padded rows of the output matrix, not masked",
     "taps_change_logits": "looking at the port changes it: a tap aliases a buffer, or hooks switch off a path",
     "collective_wrong_elements": "a collective gives wrong sums: group, datatype, uneven sizes, or an early buffer",
     "rank_disagreements": "ranks that must hold the same do not: a missing reduction, or one rank's own slice",

@@ -29,6 +29,16 @@ def top1_agreement(*, actual: Tensor, expected: Tensor) -> float:
     return float((actual.argmax(dim=-1) == expected.argmax(dim=-1)).to(torch.float64).mean())
 
 
+def padding_probability(logits: Tensor, *, vocab: int) -> float:
+    """Return the largest probability that a row gives to columns from `vocab` on, which stand for no token.
+
+    Shapes: logits [T, V]. 0 where there are none, or where they are masked.
+    """
+    if logits.shape[-1] <= vocab:
+        return 0.0
+    return float(logits.to(torch.float64).softmax(dim=-1)[..., vocab:].sum(dim=-1).max())
+
+
 def greedy_margin_z(
     *, actual: Sequence[int], expected: Sequence[int], logits: Tensor, uncertainty: float
 ) -> tuple[float, int]:

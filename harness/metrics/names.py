@@ -39,6 +39,7 @@ METRICS: Mapping[str, str] = {
     "logits_kl_ratio": "ratio",
     "kl_nats_per_token": "nats/token",
     "top1_agreement": "share",
+    "padding_probability": "share",
     "unseen_taps": "count",
     # decisions
     "decision_margin_z": "z",

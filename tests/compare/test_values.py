@@ -253,3 +253,15 @@ def test_one_flipped_token_does_not_stand_for_the_distributions() -> None:
     assert value(found, "logits_kl_ratio").value < 3
     shown = value(found, "kl_nats_per_token")
     assert shown.value > 100 * shown.where["floor"]
+
+
+def test_padded_columns_must_be_masked() -> None:
+    """Logits wider than the vocabulary are judged without the extra columns, which may not be sampled."""
+    accel = noisy(ORACLE, 9)
+    shape = (*accel["logits"].shape[:-1], 3)
+    for fill, least, most in ((float("-inf"), 0.0, 0.0), (-1e4, 0.0, 0.0), (0.0, 1e-3, 1.0)):
+        wide = {**accel, "logits": torch.cat((accel["logits"], torch.full(shape, fill)), dim=-1)}
+        found = compare(wide, ORACLE, run_of(0))
+        assert least <= value(found, "padding_probability").value <= most
+        assert value(found, "logits_kl_ratio").value < 3
+    assert value(compare(accel, ORACLE, run_of(0)), "padding_probability").value == 0

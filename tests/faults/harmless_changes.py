@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import torch
-from model_parts import Parts, benign, on_output, router_of
+from model_parts import Parts, benign, on_output, router_of, widen_logits
 from torch import Tensor, nn
 
 
@@ -98,3 +98,9 @@ def mkldnn_off(parts: Parts) -> None:
 def one_thread(parts: Parts) -> None:
     """One thread instead of several."""
     torch.set_num_threads(1)
+
+
+@benign
+def padded_vocabulary(parts: Parts) -> None:
+    """Logits have columns beyond the vocabulary, which are masked."""
+    widen_logits(parts, float("-inf"))

@@ -22,6 +22,7 @@ from model_parts import (
     on_mask,
     on_output,
     out_projection,
+    widen_logits,
     within,
 )
 from torch import Tensor, nn
@@ -81,6 +82,12 @@ def logits_capped(parts: Parts) -> None:
 
 
 # --- attention
+
+
+@fault
+def vocabulary_unmasked(parts: Parts) -> None:
+    """Logits have columns beyond the vocabulary, which are zero."""
+    widen_logits(parts, 0.0)
 
 
 @fault

@@ -137,6 +137,16 @@ def on_output(module: nn.Module, change: Callable[..., Any]) -> None:
     module.register_forward_hook(hook, with_kwargs=True)
 
 
+def widen_logits(parts: Parts, fill: float) -> None:
+    """Add three columns to the logits of the whole model."""
+
+    def hook(_: nn.Module, args: Any, output: Any) -> Any:
+        output.logits = nn.functional.pad(output.logits, (0, 3), value=fill)
+        return output
+
+    parts.module.register_forward_hook(hook)
+
+
 def on_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
     """Change a module's keyword arguments in a copy."""
 

@@ -57,3 +57,8 @@ def test_another_instruction_set_is_accepted(recorded, accepted, monkeypatch, va
 def test_rounding_elsewhere_is_accepted(accepted):
     """Every norm rounds once, at the end."""
     accepted("qwen3_moe", "?benign=norm_rounded_first")
+
+
+def test_masked_columns_beyond_the_vocabulary_are_accepted(recorded, accepted):
+    """Logits padded for tiles, the padding masked."""
+    accepted("qwen3_moe", "?benign=padded_vocabulary")

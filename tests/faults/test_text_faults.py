@@ -24,6 +24,7 @@ def refused(verify, reference: str, fault: str) -> dict:
         ("linear_scaled", "layers.1.attn.o_proj", "output projection"),
         ("router_raw_weights", "layers.1.moe.router.out.1", "renormalisation"),
         ("decode_position", "rotary_emb", "only in decode: position"),
+        ("vocabulary_unmasked", "logits", "padded rows"),
     ],
 )
 def test_a_fault_in_a_transformers_port_is_named(verify, tiny_model, fault, tap, cause):
