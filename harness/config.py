@@ -89,8 +89,9 @@ class _Section(BaseModel):
 
 
 class RunSection(_Section):
-    """[run]: which stages, where to, and how to go on."""
+    """[run]: which stages, of which checkpoint (None: the one that a SPEC names), where to, and how to go on."""
 
+    checkpoint: Path | None = None
     stage: Annotated[tuple[str, ...], BeforeValidator(parse_stages)] = STAGES
     out: Path = Path("day0-run")
     profile: Literal["quick", "full"] = "quick"

@@ -62,8 +62,13 @@ def exercised(plan: Plan, stages: Sequence[StageResult], view: Callable[[str], S
 
 def not_covered(plan: Plan, stages: Sequence[StageResult]) -> list[str]:
     """Return in sentences what this run therefore does not say."""
-    sentences = [f"{feature}: {why}" for feature, why in plan.scope.off.items()]
-    sentences += [f"taps {glob} were not observed: {why}" for glob, why in plan.scope.unobservable.items()]
+    sentences = [f"{feature}: {why}" for feature, why in plan.scope.off.items() if feature not in plan.skipped]
+    unobserved: dict[str, list[str]] = {}
+    for glob, why in plan.scope.unobservable.items():
+        unobserved.setdefault(why, []).append(glob)
+    for why, globs in unobserved.items():
+        more = f" and {len(globs) - 3} more patterns" if len(globs) > 3 else ""
+        sentences.append(f"taps {', '.join(globs[:3])}{more} were not observed: {why}")
     for stage in stages:
         skipped: dict[str, list[str]] = {}
         for verdict in stage.verdicts:

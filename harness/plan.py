@@ -47,10 +47,12 @@ class Plan:
 def make_sessions(config: Config, folder: Path) -> tuple[Path, dict[str, Session]]:
     """Return the checkpoint and a session per side, not started. Raises SpecError and UsageError."""
     specs = {"reference": parse_spec(config.reference.spec), "accel": parse_spec(config.accel.spec)}
-    checkpoint = default_checkpoint(specs["reference"]) or default_checkpoint(specs["accel"])
+    named = (default_checkpoint(specs["reference"]), default_checkpoint(specs["accel"]))
+    checkpoint = config.run.checkpoint or named[0] or named[1]
     if checkpoint is None:
         raise UsageError(
-            "expected a checkpoint, found none: neither side's SPEC names one; use hf:PATH or a builtin as --reference"
+            "expected a checkpoint, found none: neither SPEC names one; use hf:PATH or a builtin as --reference, or "
+            "--set run.checkpoint=FOLDER"
         )
     _check_there(checkpoint)
     limits = config.watchdog

@@ -24,6 +24,7 @@ spec = "port.py:port"             # FILE.py:function, package.module:function, h
 # options = { device = "cpu" }
 
 [run]
+# checkpoint = "/models/NAME"     # where neither spec names one (two of your own functions)
 # stage = "all"                   # load, startup, text, image, multi_card, long_context; earlier ones run too
 # out = "day0-run"
 # profile = "quick"               # or "full": more cases, tails, longer ladders

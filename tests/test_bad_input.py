@@ -66,7 +66,7 @@ def refused(words: list[str], capsys) -> str:
         ("--reference hf:file --accel builtin:accel", "expected a transformers checkpoint folder at file"),
         ("--reference hf:model --accel hf:model", "only safetensors are read"),
         ("--reference hf:text --accel hf:text", "expected a JSON object"),
-        ("--reference port.py:port --accel port.py:port", "neither side's SPEC names one"),
+        ("--reference port.py:port --accel port.py:port", "neither SPEC names one"),
         ("--reference hf:model", "no port was named"),
         ("--stage lod", "did you mean 'load'"),
         ("--stage load,,nonsense", "unknown stage 'nonsense'"),

@@ -83,7 +83,7 @@ def layers_only(name: str) -> bool:
 
 
 def compile_layers(module: nn.Module, structure: Structure, backend: str) -> None:
-    """Compile each layer and block alone, for any length. Beyond its limit on variants of one layer torch would silently
+    """Compile each layer and block alone, for any length. Beyond its limit on variants of a layer torch would silently
     run it uncompiled: that is an error here.
     """
     import torch._dynamo.config as limits
@@ -100,14 +100,13 @@ def compile_layers(module: nn.Module, structure: Structure, backend: str) -> Non
 
 
 def _own_code(method: Any) -> Any:
-    """Return a method with a code object of its own: torch keeps compiled variants by code object, so layers of one class
+    """Return a method with its own code object: torch keeps compiled variants by code object, so layers of one class
     would search through each other's at every call and use up one limit together.
     """
     function = getattr(method, "__func__", None)
     if not isinstance(function, FunctionType):
         return method
-    copy = FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
+    code = function.__code__.replace()
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return MethodType(copy, method.__self__)

@@ -8,6 +8,7 @@ ROWS = (
     {"cli"},
     {"offline"},
     {"pipeline"},
+    {"campaign"},
     {"evidence"},
     {"plan"},
     {"config", "report", "scaffold", "doctor", "schedule"},

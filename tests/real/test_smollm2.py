@@ -13,6 +13,13 @@ def test_a_real_model_is_accepted_in_bfloat16(verify, smollm2):
     assert outcome.stages == {**four, **SKIPPED}
 
 
+def test_its_compiled_layers_are_accepted(verify, smollm2):
+    """SmolLM2 in bfloat16 with every layer compiled passes as far as text; compiled layers show their outputs only."""
+    outcome = verify(f"hf:{smollm2}", f"hf:{smollm2}?dtype=bfloat16&compile=aot_eager", "--stage", "text")
+    assert outcome.code == 0, outcome.complaints()
+    assert outcome.stages == {"load": "PASSED", "startup": "PASSED", "text": "PASSED"}
+
+
 def test_another_engine_is_accepted(verify, smollm2, need):
     """ONNX Runtime, whose graph cannot be replayed, is judged on its own recorded values and passes."""
     need("onnx", "onnxscript", "onnxruntime")

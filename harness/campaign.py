@@ -1,0 +1,319 @@
+"""One verification under way: record goldens, then stage by stage record the port, measure, judge, explain.
+
+Knows every room below; does no numerics itself. What a stage learned is on disk before the next one starts.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from harness import gate
+from harness.checklist import Checklists
+from harness.config import Config
+from harness.diagnose import explain
+from harness.errors import TraceError, UsageError
+from harness.golden import read_manifest
+from harness.plan import Plan, goldens_folder, out_of_scope
+from harness.record import Session, is_current, read_trace
+from harness.record import refuse as refuse_run
+from harness.report.results import write_measurements
+from harness.report.terminal import Display
+from harness.schedule import Job, Schedule, make_schedule
+from harness.stages import StageView, stage_module
+from harness.types import (
+    STAGES,
+    Failure,
+    Finding,
+    Measurement,
+    Setup,
+    StageResult,
+    Status,
+    Trace,
+    as_json,
+    digest_of,
+    from_json,
+)
+from harness.world import RankJob, run_ranks
+
+
+def schedule_of(plan: Plan, out: Path) -> Schedule:
+    """Return which role does what for a plan, with goldens addressed by the reference and its checkpoint."""
+    base = digest_of(
+        [plan.digests["checkpoint"], plan.digests["reference"], plan.described["reference"].get("versions")]
+    )
+    return make_schedule(
+        plan.runs(*STAGES),
+        setups=plan.setups,
+        replay=plan.scope.replay,
+        reference_phased="phases" in plan.context.reference_capabilities,
+        goldens=goldens_folder(plan.config) / base,
+        traces=out / "traces",
+    )
+
+
+def reproduce(config: Config, stage: str = "") -> str:
+    """Return the command that repeats a run, or one stage of it."""
+    words = ["day0", "verify", "--stage", stage or ",".join(config.run.stage)]
+    words += ["--config", str(config.file)] if config.file else []
+    words += config.words
+    return shlex.join(words)
+
+
+class Campaign:
+    """One verification under way: sessions, schedule, and the stages done so far."""
+
+    def __init__(
+        self, plan: Plan, sessions: Mapping[str, Session], checklists: Checklists, display: Display, out: Path
+    ) -> None:
+        self.plan, self.sessions, self.checklists, self.display, self.out = plan, sessions, checklists, display, out
+        self.schedule = schedule_of(plan, out)
+        self.partial: list[str] = []
+        self.problems: list[str] = []
+
+    def all(self) -> list[StageResult]:
+        """Run the asked stages in order; return a result for each, whatever happened."""
+        results: list[StageResult] = []
+        stages = [name for name in STAGES if name in self.plan.stages or name in self.plan.skipped]
+        after = self.plan.config.run.after
+        standing = self._check_earlier(after) if after is not None else []
+        left = [s for s in STAGES if s not in stages and s not in standing]
+        if left:
+            self.partial.append(f"stages not asked for: {', '.join(left)}")
+        blocked = ""
+        for name in stages:
+            result = self._stage(name, blocked)
+            results.append(result)
+            self.display.stage_done(result)
+            if not result.accepted and result.status is not Status.SKIPPED and not self.plan.config.run.keep_going:
+                blocked = blocked or f"{name} was not accepted ({result.status.value})"
+        return results
+
+    def _check_earlier(self, earlier: Path) -> list[str]:
+        """Return the stages that stand by the run named by --after; say of the others why they do not."""
+        standing = []
+        first = STAGES.index(self.plan.config.run.stage[0])
+        for name in STAGES[:first]:
+            kept = _read_kept(earlier, name)
+            if kept is None:
+                self.partial.append(f"{name}: {earlier} holds no result of it")
+            elif kept["base"] != self._base_key():
+                self.partial.append(
+                    f"{name}: its result in {earlier} is of another checkpoint, port, config, checklist or version"
+                )
+            elif (
+                not from_json(StageResult, kept["result"]).accepted and kept["result"]["status"] != Status.SKIPPED.value
+            ):
+                self.problems.append(f"--after {earlier}: {name} was not accepted there")
+            else:
+                standing.append(name)
+        return standing
+
+    def _stage(self, name: str, blocked: str) -> StageResult:
+        if name in self.plan.skipped:
+            return StageResult(name=name, status=Status.SKIPPED, reason=self.plan.skipped[name])
+        if blocked:
+            return StageResult(name=name, status=Status.BLOCKED, reason=blocked)
+        kept = _read_kept(self.out, name) if self.plan.config.run.resume else None
+        if kept is not None and kept["key"] == self._key(name) and kept["result"]["status"] != Status.ERROR.value:
+            self.display.note(f"{name}: taken from the run before")
+            return from_json(StageResult, kept["result"])
+        self.display.stage_started(name)
+        begin = time.perf_counter()
+        self.record_goldens()
+        self._record_accel(name)
+        result = replace(self._judge(name), wall_s=time.perf_counter() - begin)
+        path = self.out / "stages" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        words = {"key": self._key(name), "base": self._base_key(), "result": as_json(result)}
+        path.write_text(json.dumps(words, indent=1))
+        return result
+
+    def _base_key(self) -> str:
+        return digest_of([dict(self.plan.digests), self.checklists.digest, self.plan.config.run.profile])
+
+    def _key(self, name: str) -> str:
+        return digest_of([self._base_key(), as_json(self.plan.stages[name])])
+
+    def check_goldens(self) -> None:
+        """Raise UsageError for a golden whose manifest cannot be read, before anything is loaded."""
+        for job in self.schedule.jobs:
+            if job.role != "accel" and (job.folder / "manifest.json").is_file():
+                try:
+                    read_manifest(job.folder)
+                except TraceError as error:
+                    raise UsageError(f"--goldens: {error}; delete {job.folder} and it is recorded anew") from error
+
+    def record_goldens(self) -> int:
+        """Record what of the oracle and the floors is not there yet, for all stages; return how many runs that were."""
+        if not self.plan.scope.replay:
+            return 0  # recorded stage by stage, on the port's own values
+        return self._record_reference([j for j in self.schedule.jobs if j.role != "accel"], keep=True)
+
+    def _record_reference(self, jobs: Sequence[Job], *, keep: bool) -> int:
+        done = 0
+        for role, roles in (("oracle", ("oracle",)), ("floor", ("floor", "floor_j1", "floor_j2"))):
+            setup = self.plan.setups[role]
+            wanted = Schedule(jobs=tuple(jobs), folders={}).of(*roles)
+            todo = [j for j in wanted if not (keep and is_current(j.folder, j.run, setup))]
+            failure = self.plan.described["reference"].get("failure")
+            if failure is not None:
+                for job in todo:
+                    refuse_run(job.folder, replace(failure, run=job.run.id))
+                continue
+            done += self._record(self.sessions["reference"], role, todo)
+        if done and keep:
+            self.sessions["reference"].close()
+        return done
+
+    def _record_accel(self, name: str) -> None:
+        ids = {run.id for run in self.plan.stages[name]}
+        jobs = [j for j in self.schedule.of("accel") if j.run.id in ids]
+        failure = self.plan.described["accel"].get("failure")
+        if failure is not None:
+            for job in jobs:
+                refuse_run(job.folder, replace(failure, run=job.run.id))
+            return
+        self._record(self.sessions["accel"], "accel", jobs)
+        if not self.plan.scope.replay:
+            wanted = {
+                self.schedule.folders[key] for key in self.schedule.folders if key[1] in ids and key[0] != "accel"
+            }
+            self._record_reference([j for j in self.schedule.jobs if j.folder in wanted], keep=False)
+
+    def _record(self, session: Session, role: str, jobs: Sequence[Job]) -> int:
+        """Do jobs in order. After a hang or a crash the rest of them is refused: each would cost a time-out again."""
+        setup, broken = self.plan.setups[role], ""
+        worldly = [j for j in jobs if j.run.kind in ("collectives", "ranks")]
+        for number, job in enumerate(jobs, start=1):
+            self.display.run_started(job.role, job.run.id if role == "accel" else job.folder.name, number, len(jobs))
+            if broken:
+                refuse_run(job.folder, Failure(run=job.run.id, kind="refused", message=f"not run: {broken}"))
+                continue
+            if job in worldly:
+                if job is worldly[0]:
+                    self._record_world(session, setup, worldly)
+                continue
+            failure = session.run(
+                job.run, setup, job.folder, pins=job.pins, pin_dtype=self.plan.context.dtype, expected=job.expected
+            )
+            if failure is not None and failure.kind in ("hang", "crash", "memory"):
+                broken = f"{failure.run} ended in a {failure.kind} at {failure.last_tap or 'an unknown place'}"
+        return len(jobs)
+
+    def _record_world(self, session: Session, setup: Setup, jobs: Sequence[Job]) -> None:
+        """Run every rank of every layout in one world; the single process gives its memory back first."""
+        session.close()
+        run_ranks(
+            [RankJob(run=j.run, out=j.folder, pins=j.pins, pin_dtype=self.plan.context.dtype) for j in jobs],
+            folder=self.out / "sessions" / "world",
+            spec=session.spec,
+            checkpoint=session.checkpoint or self.plan.checkpoint,
+            setup=setup,
+            timeout_s=self.plan.config.watchdog.run_s,
+            startup_s=self.plan.config.watchdog.startup_s,
+            python=session.python,
+        )
+
+    def view(self, name: str) -> StageView:
+        """Return the traces of a stage."""
+        folders = self.schedule.folders
+
+        def trace(role: str, run_id: str) -> Trace | Failure | None:
+            folder = folders.get((role, run_id))
+            return None if folder is None else read_trace(folder, run_id)
+
+        return StageView(context=self.plan.context, runs=self.plan.stages[name], trace=trace)
+
+    def _judge(self, name: str) -> StageResult:
+        view, module = self.view(name), stage_module(name)
+        try:
+            measurements: list[Measurement] = list(module.measure(view))
+        except Exception as error:
+            return self._unmeasured(name, error)
+        write_measurements(measurements, self.out / "measurements" / f"{name}.jsonl")
+        criteria = self.checklists.by_stage.get(name, ())
+        verdicts, unjudged = gate.judge(
+            criteria=criteria,
+            measurements=measurements,
+            in_scope=lambda word: self._out_of_scope(word, view),
+            waivers=self.checklists.waivers,
+            today=datetime.date.today(),
+        )
+        verdicts = [
+            replace(v, reproduce=reproduce(self.plan.config, name)) if v.status is not Status.PASSED else v
+            for v in verdicts
+        ]
+        status, reason = gate.stage_status(verdicts)
+        findings = explain(
+            self._failing(verdicts, measurements), modules=_modules(view), reproduce=reproduce(self.plan.config, name)
+        )
+        return StageResult(
+            name=name,
+            status=status,
+            reason=reason,
+            verdicts=tuple(verdicts),
+            findings=tuple(findings),
+            unjudged=tuple(unjudged),
+            facts={"failures": [as_json(f) for f in _failures(view)]},
+            peak_bytes=max((int(t.facts.get("peak_bytes", 0)) for t in _traces(view)), default=0),
+        )
+
+    def _unmeasured(self, name: str, error: Exception) -> StageResult:
+        """Return the result of a stage whose traces could not be read, or whose measuring failed."""
+        unread = isinstance(error, TraceError)
+        cause = "a recorded trace is damaged or of another version" if unread else "a mistake of the stage's own code"
+        message = str(error) if unread else f"{type(error).__name__}: {error}"
+        finding = Finding(
+            tap="*", module="", op="", cause=f"nothing could be measured: {cause}", message=message,
+            reproduce=reproduce(self.plan.config, name),
+        )  # fmt: skip
+        return StageResult(
+            name=name,
+            status=Status.ERROR,
+            reason=f"measuring failed: {message}",
+            findings=(finding,),
+            facts={"traceback": "".join(traceback.format_exception(error))},
+        )
+
+    def _failing(self, verdicts: Iterable[Any], measurements: Sequence[Measurement]) -> list[tuple[Any, Measurement]]:
+        bad = [v.criterion for v in verdicts if v.status not in (Status.PASSED, Status.SKIPPED, Status.WAIVED)]
+        return [(c, m) for c in bad for m in gate.failing(c, measurements)]
+
+    def _out_of_scope(self, word: str, view: StageView) -> str:
+        if word == "decisions":
+            kinds = {tap.kind for t in _traces(view, "oracle") for tap in t.taps.values()}
+            return (
+                "" if kinds & {"routing", "selection"} else "the reference makes no decisions (no router, no indexer)"
+            )
+        return out_of_scope(word, self.plan.scope, self.plan.context.capabilities)
+
+
+def _traces(view: StageView, role: str = "accel") -> list[Trace]:
+    return [t for run in view.runs if isinstance(t := view.trace(role, run.id), Trace)]
+
+
+def _failures(view: StageView) -> list[Failure]:
+    found = [
+        f for run in view.runs for role in ("oracle", "accel") if isinstance(f := view.trace(role, run.id), Failure)
+    ]
+    return list({(f.run, f.message): f for f in found}.values())
+
+
+def _modules(view: StageView) -> dict[str, str]:
+    return {tap: path for t in _traces(view) for tap, path in t.facts.get("modules", {}).items()}
+
+
+def _read_kept(run_dir: Path, name: str) -> dict[str, Any] | None:
+    try:
+        kept = json.loads((run_dir / "stages" / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return dict(kept)
