@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import recorder
 from harness.types import Layout, Run, Setup, as_json, digest_of
 
 ROLES = ("oracle", "floor", "floor_j1", "floor_j2", "accel")
@@ -117,4 +118,5 @@ def _asked(run: Run, *, kind: str = "", steps: tuple[tuple[int, int], ...] = (),
 
 def _address(run: Run, setup: Setup, pins: Path | None) -> str:
     source = "/".join(pins.parts[-2:]) if pins is not None else ""
-    return f"{run.kind}{run.level}-{digest_of({'run': as_json(run), 'setup': as_json(setup), 'source': source})}"
+    asked = {"run": as_json(run), "setup": as_json(setup), "source": source, "recorder": recorder.VERSION}
+    return f"{run.kind}{run.level}-{digest_of(asked)}"

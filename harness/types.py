@@ -145,7 +145,7 @@ class Run:
     `steps`: token spans `(start, stop)` of consecutive calls over one cache (kind `steps`).
     `level`: 0 records freely; 1 (layer), 2 (child), 3 (leaf) additionally overwrites every tap of at most that level.
     `pin`: id of the run of `pin_role` whose values are replayed; `pin_decisions` overwrites routes and selections too.
-    `jitter`: seed of a +-1 ulp jitter (probability 1/8 each way) on the pinned values; 0 is none.
+    `jitter`: seed of a jitter by an ulp (probability 1/8 each way) on the pinned values; 0 is none.
     `before`: token ids of a request that used the same slot earlier. `taps`: globs of taps to keep; empty keeps all.
     """
 
