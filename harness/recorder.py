@@ -18,7 +18,7 @@ from harness.types import Tap
 VERSION = 2
 """Of what is recorded and how pinned values are made; goldens of another one are recorded anew."""
 JITTER_ULPS_WIDE = 4
-"""Ulps that jitter moves a float32 or float64 value by: there sums are rounded as coarsely as results, so honest engines
+"""Ulps that jitter moves a float32 or float64 value by: sums are rounded as coarsely as results, so honest engines
 hand on values that differ by several ulps. Source: a norm of ONNX Runtime on a real model is 3 ulps from float64."""
 
 
@@ -64,9 +64,10 @@ def _jittered(value: Tensor, *, seed: int, name: str) -> Tensor:
     """Move each element up or down with probability 1/8 each way, deterministically in `seed` and `name`."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + sum(ord(c) * (i + 1) for i, c in enumerate(name)))
     draw = torch.rand(value.shape, generator=generator)
-    ulp = torch.nextafter(value.abs(), torch.full_like(value, float("inf"))) - value.abs()
-    step = ulp * (JITTER_ULPS_WIDE if value.dtype in (torch.float32, torch.float64) else 1)
-    return torch.where(draw < 0.125, value + step, torch.where(draw > 0.875, value - step, value))
+    ulps = JITTER_ULPS_WIDE if value.dtype in (torch.float32, torch.float64) else 1
+    up = torch.nextafter(value, torch.full_like(value, float("inf"))) - value
+    down = value - torch.nextafter(value, torch.full_like(value, float("-inf")))
+    return torch.where(draw < 0.125, value + ulps * up, torch.where(draw > 0.875, value - ulps * down, value))
 
 
 class TraceRecorder:
