@@ -25,6 +25,7 @@ class ModelInfo:
     vocab_size: int
     layers: int
     max_length_tokens: int
+    heads: int = 0
     edges: Mapping[str, int] = field(default_factory=dict)
     vision: bool = False
     image_token_id: int | None = None
@@ -60,6 +61,7 @@ def read_model_info(checkpoint: Path) -> ModelInfo:
         vocab_size=int(text.get("vocab_size", 0)),
         layers=int(text.get("num_hidden_layers", 0)),
         max_length_tokens=int(text.get("max_position_embeddings", 2048)),
+        heads=int(text.get("num_attention_heads") or 0),
         edges=edges,
         vision=bool(vision),
         image_token_id=next(

@@ -80,9 +80,15 @@ class TraceRecorder:
     """
 
     def __init__(
-        self, *, pins: Pins | None = None, keep: Sequence[str] = (), beat: Callable[[str], None] | None = None
+        self,
+        *,
+        pins: Pins | None = None,
+        keep: Sequence[str] = (),
+        beat: Callable[[str], None] | None = None,
+        oracle: bool = False,
     ) -> None:
         self.pins, self.keep, self.beat = pins, tuple(keep), beat
+        self.wants_parts = oracle and pins is not None and pins.level >= 3
         self.start, self.stop = 0, 0
         self.taps: dict[str, Tap] = {}
         self.notes: dict[str, str] = {}

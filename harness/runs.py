@@ -51,7 +51,7 @@ def execute(bench: Bench, run: Run, *, pins: Pins | None, expected: Trace | None
     }
     if run.kind not in kinds:
         raise PortError(f"expected a run of kind {', '.join(sorted(kinds))}, found {run.kind!r} in {run.id}")
-    recorder = TraceRecorder(pins=pins, keep=run.taps, beat=bench.beat)
+    recorder = TraceRecorder(pins=pins, keep=run.taps, beat=bench.beat, oracle=bench.setup.role == "oracle")
     torch.manual_seed(run.case.seed if run.case else 0)
     before = _reset_peak()
     begin = time.perf_counter()

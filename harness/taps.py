@@ -15,6 +15,8 @@ architecture:
     vision.{pixels,patch_embed,pos_embed,blocks.N,norm,merger}                     tower                       level 1
 
 `X.topk` (several in one unit: `X.topk`, `X.topk.1`, ...) holds the chosen ids, `X.topk.scores` what chose them.
+`X.parts` holds the terms that X's output is the sum of (an expert's share each) and `X.parts.owner` whose they are; the
+oracle alone records them, at some of its channels.
 A port's module that is not recognised keeps its own name.
 """
 
@@ -24,11 +26,14 @@ import fnmatch
 import re
 from collections.abc import Iterable
 
-KINDS = ("input", "hidden", "weight", "routing", "selection", "scores", "state", "cache", "mask", "logits")
+KINDS = ("input", "hidden", "weight", "routing", "selection", "scores", "state", "cache", "mask", "logits", "parts")
 PINNED_KINDS = frozenset({"hidden"})
 DECISION_KINDS = frozenset({"routing", "selection"})
 EXACT_KINDS = frozenset({"input", "mask"})
 """Kinds that are compared by equality."""
+
+PART_CHANNELS = 512
+"""Most channels of an output that the parts of it are kept at."""
 
 _CONTAINER = re.compile(r"^(layers|vision\.blocks|[\w.]*?\.?(?:blocks|layers|h))\.(\d+)")
 
@@ -75,6 +80,8 @@ def kind_of(tap: str) -> str:
         return "input"
     if tap == "logits":
         return "logits"
+    if tap.endswith((".parts", ".parts.owner")):
+        return "parts"
     if tap.endswith(".scores"):
         return "scores"
     if re.search(r"\.topk(\.\d+)?$", tap) or (is_input(tap) and is_choice(tap.rsplit(".in.", 1)[-1])):
@@ -86,6 +93,11 @@ def kind_of(tap: str) -> str:
     if re.search(r"(^|\.)(cache|k_cache|v_cache|kv_cache)$", tap):
         return "cache"
     return "hidden"
+
+
+def part_step(width: int) -> int:
+    """Return the distance of the channels that parts of an output of `width` channels are kept at."""
+    return -(-width // PART_CHANNELS)
 
 
 def matches(tap: str, globs: Iterable[str]) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from harness.adapter import Recorder
+from harness.taps import part_step
 from reference_impl.config import Config
 from reference_impl.layers import (
     layer_norm,
@@ -176,13 +177,20 @@ class Model:
         weights_BTC = record(f"{at}.router.weights", weights_BTC, dims="batch token choice")
 
         sum_BTD = torch.zeros_like(wide(x_BTD))
+        parts_BTCD = sum_BTD[:, :, None].repeat(1, 1, c.num_experts_per_tok, 1)
         for e in range(c.n_routed_experts):
             weight_BT = (weights_BTC * (chosen_BTC == e)).sum(-1)
             token_is_here = (chosen_BTC == e).any(-1)
             if not token_is_here.any():
                 continue
             out = gated_clamped(self.part(f"model.layers.{n}.mlp.experts.{e}"), x_BTD[token_is_here])
-            sum_BTD[token_is_here] += weight_BT[token_is_here][:, None] * wide(out)
+            share = weight_BT[token_is_here][:, None] * wide(out)
+            sum_BTD[token_is_here] += share
+            parts_BTCD[chosen_BTC == e] = share
+        if getattr(record, "wants_parts", False):
+            step = part_step(parts_BTCD.shape[-1])
+            record(f"{at}.experts.parts", parts_BTCD[..., ::step].float(), dims="batch token choice feature")
+            record(f"{at}.experts.parts.owner", chosen_BTC, dims="batch token choice")
         routed_BTD = record(f"{at}.experts", sum_BTD.to(x_BTD.dtype), dims=HIDDEN)
         shared_BTD = gated(self.part(f"model.layers.{n}.mlp.shared_experts"), x_BTD)
         shared_BTD = record(f"{at}.shared_expert", shared_BTD, dims=HIDDEN)

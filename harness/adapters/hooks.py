@@ -116,11 +116,15 @@ class Taps:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
             return self._before(name, path, args, kwargs) if self.record is not None else None
 
-        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            return self._after(name, output) if self.record is not None else None
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            if self.record is None:
+                return None
+            if name.endswith(".experts") and getattr(self.record, "wants_parts", False):
+                self._parts(name, module, args, kwargs, output)
+            return self._after(name, output)
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     def _before_backbone(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         embedded = kwargs.get("inputs_embeds")
@@ -186,6 +190,17 @@ class Taps:
             return self.learn(value, self.record(tap, value))
 
         return _mapped(output, replaced)
+
+    def _parts(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Record what each choice contributes to the experts' sum: the same call with all other weights zero."""
+        record, self.record = self.record, None  # what runs in here is no place of the forward
+        assert record is not None
+        try:
+            for part, owner in _parts_of(module, self._signatures[name], args, kwargs, output):
+                record(f"{name}.parts", part, dims="token choice feature", kind="parts")
+                record(f"{name}.parts.owner", owner, dims="token choice", kind="parts")
+        finally:
+            self.record = record
 
     def _is_attention_map(self, value: Tensor) -> bool:
         """Say whether a further result looks like attention weights: [batch, head, query, key]."""
@@ -262,6 +277,34 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 def _like(instead: Tensor, alias: Tensor) -> Tensor:
     """Bring what stands for a value to the shape and precision of an alias of it."""
     return instead.reshape(alias.shape).to(alias.dtype)
+
+
+def _parts_of(
+    module: nn.Module, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parts [N, K, E'] of a sum over choices and their owners [N, K], where a module is given choices.
+
+    Such a module takes choices and weights of one shape [N, K]. Any other yields nothing.
+    """
+    given = {name: args[p] if isinstance(p, int) else kwargs[p] for p, name in _in_order(names, args, kwargs)}
+    choices = {n: v for n, v in given.items() if isinstance(v, Tensor) and v.dim() == 2 and tapnames.is_choice(n)}
+    if len(choices) != 1 or not isinstance(output, Tensor):
+        return
+    ((chosen, owner),) = choices.items()
+    weights = [
+        n for n, v in given.items()
+        if isinstance(v, Tensor) and v.is_floating_point() and v.shape == owner.shape and n != chosen
+    ]  # fmt: skip
+    if len(weights) != 1 or output.numel() % owner.shape[0]:
+        return
+    step = tapnames.part_step(output.shape[-1])
+    parts = []
+    for k in range(owner.shape[1]):
+        alone = torch.zeros_like(given[weights[0]])
+        alone[:, k] = given[weights[0]][:, k]
+        result = module.forward(**{**given, weights[0]: alone})
+        parts.append(result.reshape(owner.shape[0], -1)[:, ::step].float())
+    yield torch.stack(parts, dim=1), owner
 
 
 @contextmanager

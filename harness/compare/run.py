@@ -12,6 +12,7 @@ from torch import Tensor
 from harness.compare.align import as_rows, broadcastable, like
 from harness.compare.decisions import Decision, agreeing, conditions, decisions_of, judge_decision
 from harness.compare.isolation import not_isolated
+from harness.compare.slopes import Sides, Slope, expert_slopes, parts_of, slopes_of
 from harness.compare.subject import Scene, Views, measured
 from harness.compare.values import SMALLEST_SLICE, error_ratios, floor_of, median_ratio
 from harness.metrics.discrete import valid_candidates
@@ -40,26 +41,30 @@ def compare_run(
     scope: Scope,
     dtype: str,
     places: Mapping[str, int] | None = None,
+    heads: int = 0,
 ) -> list[Measurement]:
     """Measure one run against the oracle. Whatever was promised and is not there becomes a measurement with a problem.
 
     A free run (level 0) gives accumulated ratios and logits; a replay at level L gives error ratios of the taps that L
     isolates, and judges decisions. `dtype` is the port's precision. `run.options`: `phase` (a label), `compare_from`
     (first token judged), `buckets` (position buckets). `places` is the execution order to report in, so that runs which
-    keep different taps agree on which place is first; by default the oracle's own in this run.
+    keep different taps agree on which place is first; by default the oracle's own in this run. `heads` is the number of
+    attention heads, for taps whose channels are heads without saying so.
     """
     if not isinstance(oracle, Trace):
         return _lost(stage, run, oracle, "the oracle")
     if not isinstance(accel, Trace):
         return _lost(stage, run, accel, "the port", oracle=oracle, scope=scope, places=places)
     order = execution_order(oracle, places)
-    scene = Scene(stage=stage, run=run, oracle=oracle, floors=floors, accel=accel, dtype=dtype, order=order)
+    scene = Scene(
+        stage=stage, run=run, oracle=oracle, floors=floors, accel=accel, dtype=dtype, order=order, heads=heads
+    )
     decisions = decisions_of(scene)
     found: list[Measurement] = []
     unseen: list[str] = []
     apart = not_isolated(scene)
     for name, tap in oracle.taps.items():
-        if name not in oracle.tensors or not _isolated(run, tap) or _unobservable(name, scope):
+        if name not in oracle.tensors or not _isolated(run, tap) or _unobservable(name, scope) or tap.kind == "parts":
             continue
         if name not in accel.tensors:
             if is_mandatory(tap):
@@ -152,14 +157,38 @@ def _values(scene: Scene, views: Views, decisions: Mapping[str, Decision]) -> li
     if not scene.run.level:
         ratio = median_ratio(actual=actual, expected=values, floor=floor)
         return [_number(scene, tap, "accumulated_ratio", ratio, len(keep))]
+    buckets = int(scene.run.options.get("buckets", BUCKETS))
     ratios = error_ratios(
         actual=actual, expected=values, floor=floor, heads=expected.heads, tokens=expected.tokens, rows=keep,
-        buckets=int(scene.run.options.get("buckets", BUCKETS)),
+        buckets=buckets,
     )  # fmt: skip
-    return [
+    found = [
         _number(scene, tap, "error_ratio", r.value, r.n, slice=r.slice, **({} if r.at is None else {r.slice: r.at}))
         for r in ratios
     ]
+    if not expected.tokens or tap.kind != "hidden":
+        return found
+    sides = Sides(actual=actual, expected=values, floors=floors, weight=floor.weight)
+    slopes = slopes_of(sides, heads=expected.heads or _core_heads(scene, tap, values), rows=keep, buckets=buckets)
+    parts = parts_of(scene.oracle, tap.name)
+    if parts is not None and len(parts[0]) == len(expected.values):
+        slopes += expert_slopes(sides, parts=parts[0][keep], owner=parts[1][keep])
+    return found + [_slope(scene, tap, s) for s in slopes]
+
+
+def _core_heads(scene: Scene, tap: Tap, values: Tensor) -> int:
+    """Return the number of heads whose outputs, side by side, are the input of an output projection; else 0."""
+    core = tap.name.endswith(".attn.core")
+    return scene.heads if core and scene.heads and values.shape[-1] % scene.heads == 0 else 0
+
+
+def _slope(scene: Scene, tap: Tap, slope: Slope) -> Measurement:
+    where = {"slice": slope.slice, **({} if slope.at is None else {slope.slice: slope.at})}
+    detail = {"slope": slope.value, "standard_error": slope.error}
+    return measured(
+        scene.stage, scene.run, "slope_beyond_noise", slope.beyond, subject=tap.name, order=scene.order[tap.name],
+        n=slope.n, kind=tap.kind, where=where, detail=detail,
+    )  # fmt: skip
 
 
 def _kept(scene: Scene, tap: Tap, decisions: Mapping[str, Decision], count: int) -> Tensor | None:

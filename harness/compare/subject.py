@@ -15,7 +15,9 @@ from harness.types import Measurement, Run, Tap, Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """One run seen by all sides. `order` is the oracle's execution order; `dtype` the port's precision."""
+    """One run seen by all sides. `order` is the oracle's execution order, `dtype` the port's precision, `heads` the
+    model's attention heads (0 if unknown).
+    """
 
     stage: str
     run: Run
@@ -24,6 +26,7 @@ class Scene:
     accel: Trace
     dtype: str
     order: Mapping[str, int]
+    heads: int = 0
 
     @property
     def first_token(self) -> int:

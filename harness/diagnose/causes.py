@@ -161,6 +161,9 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
         return (
             "no unit is wrong by itself, but the error grows beyond the floor's on the way: what passes between units"
         )
+    scaled = [m for m in failing if m.metric == "slope_beyond_noise"]
+    if scaled and "error_ratio" not in metrics:
+        return _scaled(scaled)
     if "error_ratio" not in metrics:
         return f"{failing[0].metric.replace('_', ' ')}: outside what was promised"
     return _slices(tap, failing)
@@ -182,6 +185,15 @@ def _missing(m: Measurement) -> str:
     if str(m.detail.get("message", "")).startswith("expected the shape"):
         return "another shape than the reference's: a padded, cut or differently joined tensor"
     return "promised, but it could not be measured"
+
+
+def _scaled(failing: Sequence[Measurement]) -> str:
+    """Say which share of the signal the error is, and where: the slice that stands out, or all of it."""
+    worst = max(failing, key=lambda m: abs(float(m.detail.get("slope", 0.0))))
+    kind = str(worst.where.get("slice", "whole"))
+    where = f"{kind} {worst.where.get(kind, '')}" if kind != "whole" else "the whole unit"
+    times = 1 + float(worst.detail.get("slope", 0.0))
+    return f"scaled: in {where} the values are {times:.4f} times what they should be"
 
 
 def _exact(tap: str) -> str:

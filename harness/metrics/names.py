@@ -35,6 +35,7 @@ METRICS: Mapping[str, str] = {
     "exact_mismatches": "count",
     "input_rel_rms_error": "ratio",
     "error_ratio": "ratio",
+    "slope_beyond_noise": "ratio",
     "accumulated_ratio": "ratio",
     "logits_kl_ratio": "ratio",
     "kl_nats_per_token": "nats/token",

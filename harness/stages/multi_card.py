@@ -175,6 +175,7 @@ def _compared(
         scope=view.context.scope,
         dtype=view.context.dtype,
         places=_places(view),
+        heads=view.context.info.heads,
     )
     return [replace(m, where={**m.where, **where, "split": run.kind}) for m in found]
 

@@ -92,6 +92,7 @@ def measure_runs(view: StageView, stage: str, runs: Iterable[Run]) -> list[Measu
                 scope=view.context.scope,
                 dtype=view.context.dtype,
                 places=places,
+                heads=view.context.info.heads,
             )
     return found
 

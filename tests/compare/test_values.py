@@ -265,3 +265,20 @@ def test_padded_columns_must_be_masked() -> None:
         assert least <= value(found, "padding_probability").value <= most
         assert value(found, "logits_kl_ratio").value < 3
     assert value(compare(accel, ORACLE, run_of(0)), "padding_probability").value == 0
+
+
+def test_one_percent_in_one_expert_is_a_slope_of_that_expert() -> None:
+    """What the oracle says each expert gave tells a +1 % expert apart, where no ratio of norms would."""
+    parts, owner = normal(TOKENS, 2, WIDTH, seed=11), torch.arange(TOKENS)[:, None].add(torch.tensor([0, 3])) % 8
+    whole = parts.sum(dim=1).reshape(1, TOKENS, WIDTH)
+    name = "layers.0.moe.experts"
+    oracle = {name: whole, f"{name}.parts": parts, f"{name}.parts.owner": owner}
+    dims = {f"{name}.parts": "token choice feature", f"{name}.parts.owner": "token choice"}
+    accel = noisy({name: whole}, 9)
+    honest = value(compare(accel, oracle, run_of(3), dims=dims), "slope_beyond_noise", name, "expert")
+    accel[name] = accel[name] + 0.01 * (parts * (owner == 5)[..., None]).sum(dim=1)
+    found = value(compare(accel, oracle, run_of(3), dims=dims), "slope_beyond_noise", name, "expert")
+    assert honest.value == 0
+    assert found.value > 3e-3
+    assert found.where["expert"] == 5
+    assert found.detail["slope"] == pytest.approx(0.01, rel=0.2)

@@ -198,7 +198,7 @@ def test_the_rest_is_counted():
 
 def test_the_table_of_causes_is_complete():
     """Each known metric has its own cause, or is told by its pattern; the table speaks of no other."""
-    patterns = {"error_ratio", "exact_mismatches", "decision_margin_z", "decision_flips_excess"}
+    patterns = {"error_ratio", "exact_mismatches", "decision_margin_z", "decision_flips_excess", "slope_beyond_noise"}
     assert set(DIRECT) <= set(METRICS)
     assert set(METRICS) - set(DIRECT) - ACCUMULATED - patterns == set()
 
