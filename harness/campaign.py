@@ -18,16 +18,17 @@ from typing import Any
 from harness import gate
 from harness.checklist import Checklists
 from harness.config import Config
-from harness.diagnose import explain
+from harness.diagnose import explain, structured
 from harness.errors import TraceError, UsageError
-from harness.golden import read_manifest
+from harness.golden import load_failure, read_manifest
 from harness.plan import Plan, goldens_folder, out_of_scope
 from harness.record import Session, is_current, read_trace
 from harness.record import refuse as refuse_run
 from harness.report.results import write_measurements
 from harness.report.terminal import Display
 from harness.schedule import Job, Schedule, make_schedule
-from harness.stages import StageView, stage_module
+from harness.stages import FLOORS, StageView, stage_module
+from harness.standin import carry, not_carried
 from harness.types import (
     STAGES,
     Failure,
@@ -77,6 +78,10 @@ class Campaign:
         self.schedule = schedule_of(plan, out)
         self.partial: list[str] = []
         self.problems: list[str] = []
+        self.lost: dict[Path, Failure] = {}
+        for side, session in sessions.items():
+            digest = plan.digests["port" if side == "accel" else "reference"]
+            session.provenance = {"checkpoint": plan.digests["checkpoint"], "code": digest, "spec": session.spec}
 
     def all(self) -> list[StageResult]:
         """Run the asked stages in order; return a result for each, whatever happened."""
@@ -155,7 +160,17 @@ class Campaign:
         """Record what of the oracle and the floors is not there yet, for all stages; return how many runs that were."""
         if not self.plan.scope.replay:
             return 0  # recorded stage by stage, on the port's own values
-        return self._record_reference([j for j in self.schedule.jobs if j.role != "accel"], keep=True)
+        done = self._record_reference([j for j in self.schedule.jobs if j.role != "accel"], keep=True)
+        if done and self.plan.config.run.goldens is not None and self.plan.carried is None:
+            folder = next(j.folder for j in self.schedule.jobs if j.role == "oracle").parent.parent
+            carry(self.plan, folder)
+        return done
+
+    def lost_goldens(self) -> list[str]:
+        """Return in sentences which goldens could not be recorded."""
+        folders = {j.folder for j in self.schedule.jobs if j.role != "accel"}
+        failures = [f for folder in sorted(folders) if (f := load_failure(folder)) is not None]
+        return [f"{f.run}: {f.kind}: {f.message}" for f in failures]
 
     def _record_reference(self, jobs: Sequence[Job], *, keep: bool) -> int:
         done = 0
@@ -167,6 +182,9 @@ class Campaign:
             if failure is not None:
                 for job in todo:
                     refuse_run(job.folder, replace(failure, run=job.run.id))
+                continue
+            if self.plan.carried is not None:
+                self.lost |= {job.folder: not_carried(self.plan, job) for job in todo}
                 continue
             done += self._record(self.sessions["reference"], role, todo)
         if done and keep:
@@ -228,7 +246,7 @@ class Campaign:
 
         def trace(role: str, run_id: str) -> Trace | Failure | None:
             folder = folders.get((role, run_id))
-            return None if folder is None else read_trace(folder, run_id)
+            return None if folder is None else self.lost.get(folder) or read_trace(folder, run_id)
 
         return StageView(context=self.plan.context, runs=self.plan.stages[name], trace=trace)
 
@@ -252,8 +270,14 @@ class Campaign:
             for v in verdicts
         ]
         status, reason = gate.stage_status(verdicts)
-        findings = explain(
-            self._failing(verdicts, measurements), modules=_modules(view), reproduce=reproduce(self.plan.config, name)
+        failing = self._failing(verdicts, measurements)
+        findings = structured(
+            explain(failing, modules=_modules(view), reproduce=reproduce(self.plan.config, name)),
+            [m for _, m in failing],
+            view.trace,
+            floors=FLOORS,
+            edges=self.plan.info.edges,
+            heads=self.plan.info.heads,
         )
         return StageResult(
             name=name,

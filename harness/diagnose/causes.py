@@ -162,8 +162,9 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
             "no unit is wrong by itself, but the error grows beyond the floor's on the way: what passes between units"
         )
     scaled = [m for m in failing if m.metric == "slope_beyond_noise"]
-    if scaled and "error_ratio" not in metrics:
-        return _scaled(scaled)
+    expert = [m for m in scaled if m.where.get("slice") == "expert"]
+    if expert or (scaled and "error_ratio" not in metrics):
+        return _scaled(expert or scaled)
     if "error_ratio" not in metrics:
         return f"{failing[0].metric.replace('_', ' ')}: outside what was promised"
     return _slices(tap, failing)

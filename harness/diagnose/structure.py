@@ -1,0 +1,205 @@
+"""The structure of an error at the first wrong places: where it begins, what it grows with, what would explain it.
+
+Knows traces of the run that shows the error; must not know limits. Adds to findings, never takes a verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from harness.compare.align import Rows, as_rows, like
+from harness.diagnose.patterns import Matrix, best_pattern
+from harness.taps import level_of, unit_of
+from harness.types import Failure, Finding, Measurement, Trace
+
+EXPLAINS = 0.3
+"""Share of the error that may be left over under a pattern for it to be called the explanation."""
+LOUD, QUIET = 4.0, 2.0
+"""Token errors in units of honest ones: above the first a token is wrong, below the second it is right."""
+JUMP = 4.0
+"""An error that begins at less than one part in this of its usual size has grown; otherwise it has begun."""
+Traces = Callable[[str, str], "Trace | Failure | None"]
+
+
+def structured(
+    findings: Sequence[Finding],
+    failing: Sequence[Measurement],
+    traces: Traces,
+    *,
+    floors: Sequence[str],
+    edges: Mapping[str, int],
+    heads: int,
+) -> list[Finding]:
+    """Return findings with the structure of their error put before their cause, where it shows one.
+
+    `edges` are lengths at which the model itself changes (window, chunk, top-k), by name.
+    """
+    return [_told(f, failing, traces, floors, edges, heads) for f in findings]
+
+
+def _told(
+    finding: Finding,
+    failing: Sequence[Measurement],
+    traces: Traces,
+    floors: Sequence[str],
+    edges: Mapping[str, int],
+    heads: int,
+) -> Finding:
+    shown = _shown_best(finding.tap, failing)
+    if shown is None:
+        return finding
+    oracle, accel = traces("oracle", shown.run), traces("accel", shown.run)
+    if not isinstance(oracle, Trace) or not isinstance(accel, Trace):
+        return finding
+    sides = _sides(finding.tap, oracle, accel)
+    if sides is None:
+        return finding
+    actual, expected = sides
+    noise = _noise(finding.tap, oracle, expected, [t for r in floors if isinstance(t := traces(r, shown.run), Trace)])
+    first = int(oracle.run.options.get("compare_from", 0)) or int(accel.run.options.get("compare_from", 0))
+    where = region(actual=actual.values[first:], expected=expected.values[first:], noise=noise[first:], first=first,
+                   edges=edges) if expected.tokens else ""  # fmt: skip
+    others, inputs = _others(finding.tap, oracle, expected)
+    pattern = best_pattern(
+        Matrix(
+            actual=actual.values[first:].double(),
+            expected=expected.values[first:].double(),
+            heads=expected.heads or (heads if heads and expected.values.shape[1] % heads == 0 else 0),
+            others={n: o[first:] for n, o in others.items()},
+            inputs=inputs,
+        )
+    )
+    if pattern is None or pattern.left > EXPLAINS:
+        return replace(finding, cause="; ".join(filter(None, (where, finding.cause)))) if where else finding
+    said = f"it holds {pattern.words} (this leaves {pattern.left:.0%} of the error)"
+    return replace(
+        finding,
+        cause="; ".join(filter(None, (said, where))),
+        evidence=(finding.cause, *finding.evidence),
+        residual_ratio=finding.residual_ratio * pattern.left if finding.residual_ratio is not None else None,
+    )
+
+
+def _shown_best(tap: str, failing: Sequence[Measurement]) -> Measurement | None:
+    """Return the failing measurement of a tap in the run that isolates it best: a replay, the deepest one, no phase."""
+    about = [
+        m for m in failing
+        if m.subject == tap and m.run and m.metric in ("error_ratio", "slope_beyond_noise", "exact_mismatches")
+        and not m.problem
+    ]  # fmt: skip
+    return max(
+        about,
+        key=lambda m: (m.where.get("phase") == "prefill", int(m.where.get("level") or 0), m.value or 0.0),
+        default=None,
+    )
+
+
+def _sides(tap: str, oracle: Trace, accel: Trace) -> tuple[Rows, Rows] | None:
+    """Return both sides of a tap as matrices of one shape, or None where they do not fit."""
+    if tap not in oracle.tensors or tap not in accel.tensors:
+        return None
+    expected, raw = oracle.tensors[tap], accel.tensors[tap]
+    if not expected.is_floating_point() or not raw.is_floating_point():
+        return None
+    actual = like(raw, accel.taps[tap], other=expected, other_tap=oracle.taps[tap])
+    if actual is None:
+        return None
+    return as_rows(actual, oracle.taps[tap]), as_rows(expected, oracle.taps[tap])
+
+
+def _noise(tap: str, oracle: Trace, expected: Rows, floors: Sequence[Trace]) -> Tensor:
+    """Return the honest error of each token, [T]: the greatest of the floors', and never far below the mean token's."""
+    rows = []
+    for floor in floors:
+        if tap in floor.tensors:
+            value = like(floor.tensors[tap], floor.taps[tap], other=oracle.tensors[tap], other_tap=oracle.taps[tap])
+            if value is not None:
+                rows.append((as_rows(value, oracle.taps[tap]).values.double() - expected.values.double()).norm(dim=1))
+    size: Tensor = expected.values.double().norm(dim=1)
+    if not rows:
+        return size * 2.0**-8
+    noise: Tensor = torch.stack(rows).amax(dim=0)
+    return torch.maximum(noise, float(noise.norm() / size.norm().clamp(min=1e-300)) * size).clamp(min=1e-300)
+
+
+def _others(tap: str, oracle: Trace, expected: Rows) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Return the reference's values of the same shape at other places, and which of them the unit may have had."""
+    order = list(oracle.tensors)
+    place, unit = order.index(tap), unit_of(tap)
+    others: dict[str, Tensor] = {}
+    for name in order:
+        tensor, axes = oracle.tensors[name], oracle.taps[name]
+        if name == tap or not tensor.is_floating_point() or axes.kind not in ("hidden", "logits"):
+            continue
+        rows = as_rows(tensor, axes).values
+        if rows.shape == expected.values.shape:
+            others[name] = rows.double()
+    before = [n for n in order[:place] if n in others]
+    given = [n for n in before if n.startswith(f"{unit}.in") or n == f"{unit.rpartition('.')[0]}.mid"]
+    same_level = [n for n in before if level_of(n) == level_of(tap)]
+    return others, tuple(dict.fromkeys([*given, *same_level[-1:], *before[-1:]]))
+
+
+def region(*, actual: Tensor, expected: Tensor, noise: Tensor, first: int, edges: Mapping[str, int]) -> str:
+    """Say at which tokens the error is, in a sentence, or "" where it is everywhere or nowhere in particular.
+
+    Shapes: actual, expected [T, E]; noise [T], the honest error of each token. `first` is the position of row 0.
+    """
+    wrong = ~torch.isfinite(actual).all(dim=1)
+    if bool(wrong.any()):
+        return (
+            f"not finite from position {first + int(wrong.nonzero()[0])} on ({int(wrong.sum())} of {len(wrong)} tokens)"
+        )
+    ratio = (actual.double() - expected.double()).norm(dim=1) / noise
+    loud, quiet = ratio > LOUD, ratio < QUIET
+    count, tokens = int(loud.sum()), len(ratio)
+    if not count or tokens < 4:
+        return ""
+    places = loud.nonzero()[:, 0]
+    start, end = int(places[0]), int(places[-1])
+    right = bool(quiet[:start].all()), bool(quiet[end + 1 :].all())
+    dense = float(loud[start : end + 1].double().mean()) > 0.5
+    growth = _growth(ratio, first)
+    if growth and float(ratio[start : start + 3].median()) * JUMP < float(ratio[loud].median()):
+        return growth
+    if dense and start > 0 and right[0] and end == tokens - 1:
+        return f"error appears only at positions >= {first + start}{_edge(first + start, edges)}; equal before"
+    if dense and end < tokens - 1 and right[1] and start == 0:
+        return f"error appears only at positions < {first + end + 1}{_edge(first + end + 1, edges)}; equal after"
+    if dense and right == (True, True) and (start > 0 or end < tokens - 1):
+        return f"error appears only at positions {first + start} to {first + end}" if count > 1 else (
+            f"error appears only at position {first + start}"
+        )  # fmt: skip
+    if count * 2 <= tokens and bool((loud | quiet).double().mean() > 0.9):
+        shown = ", ".join(str(first + int(p)) for p in places[:6])
+        return f"error appears only at {count} of {tokens} tokens ({shown}{', ...' if count > 6 else ''})"
+    return growth
+
+
+def _edge(position: int, edges: Mapping[str, int]) -> str:
+    """Name a position by the model's own edges, or as a power of two."""
+    named = [name for name, value in edges.items() if position in (value, value + 1)]
+    if named:
+        return f" ({named[0]} is {edges[named[0]]})"
+    return f" (2^{int(math.log2(position))})" if position >= 16 and position & (position - 1) == 0 else ""
+
+
+def _growth(ratio: Tensor, first: int) -> str:
+    """Say that the error grows with position, where ranks agree and its size doubles."""
+    tokens = len(ratio)
+    if tokens < 16:
+        return ""
+    ranks = ratio.argsort().argsort().double()
+    line = torch.arange(tokens).double()
+    rho = float(torch.corrcoef(torch.stack((ranks, line)))[0, 1])
+    quarter = tokens // 4
+    early, late = (float(part.quantile(0.5)) for part in (ratio[:quarter], ratio[-quarter:]))
+    if rho < 0.6 or late < 2 * early:
+        return ""
+    last = first + tokens - 1
+    return f"error grows with position: {early:.3g} times the floor's at first, {late:.3g} at position {last}"

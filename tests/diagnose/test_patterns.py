@@ -1,0 +1,136 @@
+"""Patterns: each is recognised under honest noise by what it leaves over, and noise is recognised as none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.diagnose.patterns import Matrix, best_pattern
+from harness.diagnose.structure import region
+
+TOKENS, HEADS, SIZE = 48, 4, 16
+WIDTH = HEADS * SIZE
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+EXPECTED, INPUT, OTHER = (normal(TOKENS, WIDTH, seed=s) for s in (1, 2, 3))
+OTHERS = {"layers.0": INPUT, "layers.3.attn": OTHER}
+
+
+def by_head(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a change of the values seen as [T, heads, size]."""
+    return lambda x: change(x.reshape(TOKENS, HEADS, SIZE)).reshape(TOKENS, WIDTH)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Turn each pair of channels of every head by an angle that grows with the position."""
+    angle = torch.arange(TOKENS)[:, None, None] * 0.05 / torch.arange(1, SIZE // 2 + 1)
+    first, second = x[..., : SIZE // 2], x[..., SIZE // 2 :]
+    return torch.cat((first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()), dim=-1)
+
+
+def scaled_head(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, 2] *= 2
+    return x
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x * 2, "2 times the expected"),
+        (lambda x: -x, "the sign is turned"),
+        (lambda x: x * 0, "zero everywhere"),
+        (lambda x: x[:1].expand_as(x).clone(), "the same for every token"),
+        (by_head(scaled_head), "head 2 is"),
+        (lambda x: x + normal(WIDTH, seed=9), "a constant in each channel"),
+        (lambda x: x * (1 + 0.5 * normal(WIDTH, seed=9)), "a factor of its own in each channel"),
+        (lambda x: x.roll(1, 0), "the token 1 before it"),
+        (by_head(lambda x: x[:, [1, 0, 2, 3]]), "heads in another order (0 holds 1; 1 holds 0)"),
+        (by_head(lambda x: x.reshape(TOKENS, HEADS, 8, 2).transpose(2, 3)), "interleaved read as halves"),
+        (by_head(lambda x: x.roll(SIZE // 2, -1)), "halves exchanged in each head"),
+        (lambda x: x.reshape(TOKENS, HEADS, SIZE).transpose(1, 2).flatten(1), "heads and features exchanged"),
+        (
+            lambda x: x[:, torch.randperm(WIDTH, generator=torch.Generator().manual_seed(4))],
+            "channels in another order",
+        ),
+        (lambda x: x[torch.randperm(TOKENS, generator=torch.Generator().manual_seed(4))], "rows in another order"),
+        (lambda x: x.clamp(-1, 1), "cut at 1"),
+        (lambda x: INPUT.clone(), "its input layers.0, unchanged"),
+        (lambda x: OTHER.clone(), "what layers.3.attn should hold"),
+        (lambda x: x + INPUT, "+1 times layers.0"),
+        (by_head(rotated), "which grows with the position"),
+    ],
+)
+def test_a_pattern_is_recognised(change: Callable[[Tensor], Tensor], words: str) -> None:
+    """The words name what was done, and next to nothing is left over."""
+    noise = 1e-3 * normal(TOKENS, WIDTH, seed=7)
+    actual = change(EXPECTED)
+    noisy = actual if not actual.any() or (actual == actual[:1]).all() or words == "cut at 1" else actual + noise
+    found = best_pattern(Matrix(actual=noisy, expected=EXPECTED, heads=HEADS, others=OTHERS, inputs=("layers.0",)))
+    assert found is not None
+    assert words in found.words, found
+    assert found.left < 0.1
+
+
+def test_noise_is_no_pattern() -> None:
+    """An error without structure is explained by nothing."""
+    found = best_pattern(
+        Matrix(
+            actual=EXPECTED + 0.3 * normal(TOKENS, WIDTH, seed=7), expected=EXPECTED, heads=HEADS, others=OTHERS,
+            inputs=("layers.0",),
+        )
+    )  # fmt: skip
+    assert found is None or found.left > 0.8
+
+
+def test_a_coarser_format_is_named() -> None:
+    """Values that went through float8 are told from an error of that size."""
+    fine = EXPECTED.float().bfloat16().double()
+    found = best_pattern(Matrix(actual=fine.to(torch.float8_e4m3fn).double(), expected=fine))
+    assert found is not None
+    assert "float8_e4m3fn" in found.words
+    assert found.left == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (slice(32, None), "only at positions >= 132 (window is 132); equal before"),
+        (slice(28, None), "only at positions >= 128 (2^7); equal before"),
+        (slice(0, 10), "only at positions < 110; equal after"),
+        (slice(20, 21), "only at position 120"),
+        (slice(20, 24), "only at positions 120 to 123"),
+        (slice(3, None, 9), "only at 5 of 48 tokens"),
+    ],
+)
+def test_where_the_error_is_stands_in_a_sentence(wrong: slice, words: str) -> None:
+    """Stretches, their ends and single tokens are named by position, and by the model's own edge where it is one."""
+    honest = 1e-3 * EXPECTED.norm(dim=1)
+    actual = EXPECTED + 1e-3 * normal(TOKENS, WIDTH, seed=7)
+    actual[wrong] *= 1.5
+    said = region(actual=actual, expected=EXPECTED, noise=honest, first=100, edges={"window": 132})
+    assert words in said
+
+
+def test_growth_is_told_and_flat_errors_are_not() -> None:
+    """An error that grows with position is called so; one that is everywhere alike has no place to name."""
+    honest = 1e-3 * EXPECTED.norm(dim=1)
+    slope = 1 + 0.01 * torch.arange(TOKENS)[:, None]
+    assert "grows with position" in region(actual=EXPECTED * slope, expected=EXPECTED, noise=honest, first=0, edges={})
+    assert region(actual=EXPECTED * 1.5, expected=EXPECTED, noise=honest, first=0, edges={}) == ""
+    assert region(actual=EXPECTED, expected=EXPECTED, noise=honest, first=0, edges={}) == ""
+
+
+def test_the_first_value_that_is_not_finite_is_named() -> None:
+    """NaN is told by the position where it begins."""
+    actual = EXPECTED.clone()
+    actual[17, 3] = torch.nan
+    said = region(actual=actual, expected=EXPECTED, noise=EXPECTED.norm(dim=1), first=0, edges={})
+    assert said.startswith("not finite from position 17 on (1 of 48")
