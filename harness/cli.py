@@ -160,10 +160,13 @@ def record(
 
     display = make_display(settings.run.stage)
     try:
-        count = pipeline.record(settings, folder, display)
+        count, lost = pipeline.record(settings, folder, display)
     finally:
         display.close(None)
-    typer.echo(f"{count} runs recorded in {folder}\nuse them with: day0 verify --goldens {folder} ...")
+    typer.echo(f"{count} runs recorded in {folder}\nuse them with: day0 verify --goldens {folder} --accel SPEC")
+    if lost:
+        _complain("\n".join([f"{len(lost)} runs could not be recorded; ports are not judged by these:", *lost]))
+        raise typer.Exit(EXIT_REFUSED)
 
 
 @app.command()

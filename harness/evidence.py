@@ -20,10 +20,14 @@ from harness.types import STAGES, StageResult, Status, Trace
 def environment(plan: Plan, checklist_digest: str) -> Environment:
     """Return versions, device and digests of everything a verdict may depend on."""
     sides = {
-        side: {"name": told.get("name", ""), "spec": getattr(plan.config, side).spec, "device": told.get("device", ""),
+        side: {"name": told.get("name", ""), "spec": plan.setups[role].adapter, "device": told.get("device", ""),
                "versions": told.get("versions", {})}
-        for side, told in plan.described.items()
+        for side, role, told in (
+            ("reference", "oracle", plan.described["reference"]), ("accel", "accel", plan.described["accel"]),
+        )
     }  # fmt: skip
+    if plan.carried is not None:
+        sides["reference"]["recorded"] = dict(plan.carried.made)
     sides["accel"]["dtype"] = plan.setups["accel"].dtype
     sides["reference"]["dtype"] = plan.setups["oracle"].dtype
     return Environment(
@@ -69,6 +73,9 @@ def not_covered(plan: Plan, stages: Sequence[StageResult]) -> list[str]:
     for why, globs in unobserved.items():
         more = f" and {len(globs) - 3} more patterns" if len(globs) > 3 else ""
         sentences.append(f"taps {', '.join(globs[:3])}{more} were not observed: {why}")
+    if plan.carried is not None:
+        there = f"recorded {plan.carried.made.get('time', '')} as {plan.carried.spec}"
+        sentences.append(f"the reference did not run here ({plan.stand_in}): the port was held to goldens {there}")
     for stage in stages:
         skipped: dict[str, list[str]] = {}
         for verdict in stage.verdicts:
@@ -86,9 +93,9 @@ def practice_evidence(plan: Plan, schedule: Schedule) -> dict[str, str]:
     evidence = {}
     if plan.scope.replay and goldens and all((folder / "manifest.json").is_file() for folder in goldens):
         evidence["goldens_saved"] = f"{len(goldens)} golden traces of the reference, kept by digest"
-    kind = plan.config.reference.spec.split(":")[0]
+    kind = plan.setups["oracle"].adapter.split(":")[0]
     if kind in ("hf", "builtin"):
-        evidence["reference_upstream"] = f"the reference is {plan.config.reference.spec}, used as it is"
+        evidence["reference_upstream"] = f"the reference is {plan.setups['oracle'].adapter}, used as it is"
     if plan.scope.fallbacks:
         evidence["fallbacks"] = f"fallbacks named by the port: {', '.join(plan.scope.fallbacks)}"
     return evidence

@@ -13,11 +13,21 @@ from harness.checklist import load_checklists
 from harness.config import Config
 from harness.errors import UsageError
 from harness.evidence import environment, exercised, not_covered, practice_evidence
-from harness.plan import Plan, make_plan, make_sessions, make_setups, out_of_scope, refused
+from harness.golden import Carried
+from harness.plan import (
+    Plan,
+    make_plan,
+    make_sessions,
+    make_setups,
+    out_of_scope,
+    refused,
+    widest_port,
+)
 from harness.record import Session
 from harness.report.render import render
 from harness.report.results import Results, build_results
 from harness.report.terminal import Display
+from harness.standin import carried_references, chosen_reference, reference_or_why
 from harness.types import STAGES, StageResult, Status
 
 
@@ -26,9 +36,10 @@ def verify(config: Config, display: Display, *, command: str = "") -> Results:
     checklists = load_checklists(config.run.checklists)
     started, begin = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), time.perf_counter()
     out = _made(config.run.out)
-    checkpoint, sessions = make_sessions(config, out / "sessions")
+    carried = carried_references(config)
+    checkpoint, sessions = make_sessions(config, out / "sessions", carried)
     try:
-        plan = _described_plan(config, checkpoint, sessions)
+        plan = _described_plan(config, checkpoint, sessions, carried)
         campaign = Campaign(plan, sessions, checklists, display, out)
         campaign.check_goldens()
         stages = campaign.all()
@@ -85,9 +96,10 @@ def dry_run(config: Config) -> list[dict[str, Any]]:
     """Return what would run, one row per stage, role and run, without loading anything."""
     load_checklists(config.run.checklists)
     out = config.run.out.resolve()
-    checkpoint, sessions = make_sessions(config, out / "sessions")
+    carried = carried_references(config)
+    checkpoint, sessions = make_sessions(config, out / "sessions", carried)
     try:
-        plan = _described_plan(config, checkpoint, sessions)
+        plan = _described_plan(config, checkpoint, sessions, carried)
     finally:
         for session in sessions.values():
             session.close()
@@ -107,22 +119,45 @@ def dry_run(config: Config) -> list[dict[str, Any]]:
     return rows
 
 
-def record(config: Config, out: Path, display: Display) -> int:
-    """Record the goldens of all stages in scope into `out`; return how many runs were recorded."""
-    config = config.model_copy(update={"run": config.run.model_copy(update={"goldens": out})})
+def record(config: Config, out: Path, display: Display) -> tuple[int, list[str]]:
+    """Record the goldens of all stages in scope into `out`; return how many runs were recorded, and what failed.
+
+    Without a port they are for any port of the reference: every phase and length that the reference itself has.
+    """
+    port_named = "spec" in config.accel.model_fields_set
+    words: dict[str, Any] = {"run": config.run.model_copy(update={"goldens": out})}
+    if not port_named:
+        own = {"spec": config.reference.spec, "options": config.reference.options}
+        words["accel"] = config.accel.model_copy(update=own)
+    config = config.model_copy(update=words)
     checkpoint, sessions = make_sessions(config, out / ".sessions")
     try:
-        plan = _described_plan(config, checkpoint, sessions)
+        plan = _described_plan(config, checkpoint, sessions, any_port=not port_named)
         campaign = Campaign(plan, sessions, load_checklists(config.run.checklists), display, out)
-        return campaign.record_goldens()
+        return campaign.record_goldens(), campaign.lost_goldens()
     finally:
         for session in sessions.values():
             session.close()
 
 
-def _described_plan(config: Config, checkpoint: Path, sessions: Mapping[str, Session]) -> Plan:
+def _described_plan(
+    config: Config,
+    checkpoint: Path,
+    sessions: Mapping[str, Session],
+    carried: Sequence[Carried] = (),
+    *,
+    any_port: bool = False,
+) -> Plan:
     setups = make_setups(config)
-    described = {}
-    for side, role in (("accel", "accel"), ("reference", "oracle")):
-        described[side] = refused(sessions[side].describe(setups[role]), side)
-    return make_plan(config, checkpoint, described)
+    described: dict[str, Mapping[str, Any]] = {}
+    if not any_port:
+        described["accel"] = refused(sessions["accel"].describe(setups["accel"]), "accel")
+    answer, stand_in = reference_or_why(config, sessions["reference"], setups, carried)
+    chosen = None
+    if stand_in:
+        chosen = chosen_reference(carried, checkpoint, setups["accel"].dtype)
+        answer = chosen.described
+    described["reference"] = answer
+    if any_port:
+        described["accel"] = widest_port(answer)
+    return make_plan(config, checkpoint, described, carried=chosen, stand_in=stand_in)

@@ -14,11 +14,12 @@ from typing import Any
 
 from harness.cases import ModelInfo, read_model_info
 from harness.config import Config
-from harness.errors import CheckpointError, NothingToVerify, UsageError
+from harness.errors import CheckpointError, NothingToVerify, SpecError, UsageError
+from harness.golden import Carried, checkpoint_digest
 from harness.plugins import Spec, default_checkpoint, parse_spec
 from harness.record import Session, Watchdog
 from harness.stages import StageContext, stage_module
-from harness.types import STAGES, Failure, Run, Scope, Setup, digest_of, from_json
+from harness.types import STAGES, Case, Failure, Layout, Run, Scope, Setup, as_json, digest_of, from_json
 
 ORACLE_OF = {"bfloat16": "float32", "float16": "float32", "float32": "float64", "float64": "float64"}
 """The precision of the oracle: one above the port's."""
@@ -26,7 +27,10 @@ ORACLE_OF = {"bfloat16": "float32", "float16": "float32", "float32": "float64", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will run. `skipped` gives the reason for each stage outside the scope; `described` what each side said."""
+    """What will run. `skipped` gives the reason for each stage outside the scope; `described` what each side said.
+
+    `carried` is the recorded reference that stands in for one that does not run here, and `stand_in` says why it does.
+    """
 
     config: Config
     checkpoint: Path
@@ -38,23 +42,35 @@ class Plan:
     stages: Mapping[str, tuple[Run, ...]]
     skipped: Mapping[str, str]
     digests: Mapping[str, str]
+    carried: Carried | None = None
+    stand_in: str = ""
 
     def runs(self, *stages: str) -> list[Run]:
         """Return the runs of some stages, in order."""
         return [run for name in STAGES if name in stages for run in self.stages.get(name, ())]
 
 
-def make_sessions(config: Config, folder: Path) -> tuple[Path, dict[str, Session]]:
-    """Return the checkpoint and a session per side, not started. Raises SpecError and UsageError."""
+def make_sessions(config: Config, folder: Path, carried: Sequence[Carried] = ()) -> tuple[Path, dict[str, Session]]:
+    """Return the checkpoint and a session per side, not started. Raises SpecError and UsageError.
+
+    `carried` are recorded references: where they are, the reference's own checkpoint need not be on this machine.
+    """
     specs = {"reference": parse_spec(config.reference.spec), "accel": parse_spec(config.accel.spec)}
-    named = (default_checkpoint(specs["reference"]), default_checkpoint(specs["accel"]))
-    checkpoint = config.run.checkpoint or named[0] or named[1]
+    live = reference_named(config) or not carried
+    named = {"accel": default_checkpoint(specs["accel"]), "reference": None}
+    try:
+        named["reference"] = default_checkpoint(specs["reference"]) if live else None
+    except SpecError:
+        if not carried:
+            raise
+    own = config.run.checkpoint or named["reference"] or named["accel"]
+    checkpoint = own or (carried[0].checkpoint if carried else None)
     if checkpoint is None:
         raise UsageError(
             "expected a checkpoint, found none: neither SPEC names one; use hf:PATH or a builtin as --reference, or "
             "--set run.checkpoint=FOLDER"
         )
-    _check_there(checkpoint)
+    _check_there(checkpoint, weights=own is not None)
     limits = config.watchdog
     watchdog = Watchdog(describe_s=limits.startup_s, load_s=limits.load_s, run_s=limits.run_s)
     pythons = {"reference": sys.executable, "accel": config.accel.python or sys.executable}
@@ -62,28 +78,34 @@ def make_sessions(config: Config, folder: Path) -> tuple[Path, dict[str, Session
         side: Session(
             folder / side,
             spec=_spec_text(config, side),
-            checkpoint=default_checkpoint(spec) or checkpoint,
+            checkpoint=named[side] or checkpoint,
             watchdog=watchdog,
             python=pythons[side],
         )
-        for side, spec in specs.items()
+        for side in specs
     }
     return checkpoint, sessions
 
 
-def _check_there(checkpoint: Path) -> None:
+def reference_named(config: Config) -> bool:
+    """Say whether the user named a reference, in the file or on the command line."""
+    return "spec" in config.reference.model_fields_set
+
+
+def _check_there(checkpoint: Path, *, weights: bool) -> None:
     """Raise UsageError where there is no configuration or no weights at all, before any worker is started."""
     from harness.checkpoint import open_checkpoint
 
     try:
         read_model_info(checkpoint)
-        open_checkpoint(checkpoint)
+        if weights:
+            open_checkpoint(checkpoint)
     except CheckpointError as error:
         raise UsageError(str(error)) from error
 
 
-def make_setups(config: Config) -> dict[str, Setup]:
-    """Return who runs how, by role."""
+def make_setups(config: Config, carried: Carried | None = None) -> dict[str, Setup]:
+    """Return who runs how, by role; a recorded reference as it was recorded."""
     port = config.accel.dtype
     oracle = config.reference.dtype or ORACLE_OF[port]
     rows = {"oracle": ("reference", oracle), "floor": ("reference", port), "accel": ("accel", port)}
@@ -100,14 +122,22 @@ def make_setups(config: Config) -> dict[str, Setup]:
             device=options.get("device", "cpu"),
             options={k: v for k, v in options.items() if k not in ("dtype", "device")},
         )
-    return setups
+    return setups if carried is None else {**setups, **carried.setups}
 
 
-def make_plan(config: Config, checkpoint: Path, described: Mapping[str, Mapping[str, Any]]) -> Plan:
+def make_plan(
+    config: Config,
+    checkpoint: Path,
+    described: Mapping[str, Mapping[str, Any]],
+    *,
+    carried: Carried | None = None,
+    stand_in: str = "",
+) -> Plan:
     """Decide scope, cases and runs. Raises NothingToVerify where no asked stage is in scope, CheckpointError."""
     info = read_model_info(checkpoint)
-    setups = make_setups(config)
-    scope = config.scope.apply(from_json(Scope, described["accel"]["scope"]))
+    setups = make_setups(config, carried)
+    claimed = from_json(Scope, described["accel"]["scope"])
+    scope = config.scope.apply(claimed)
     capable = frozenset(described["accel"]["capabilities"])
     context = StageContext(
         info=info,
@@ -116,6 +146,7 @@ def make_plan(config: Config, checkpoint: Path, described: Mapping[str, Mapping[
         reference_capabilities=frozenset(described["reference"]["capabilities"]),
         profile=config.run.profile,
         dtype=setups["accel"].dtype,
+        options={"cases": tuple(from_json(Case, case) for case in described["accel"].get("cases", ()))},
     )
     last = max(STAGES.index(name) for name in config.run.stage)
     wanted = config.run.stage if config.run.after else STAGES[: last + 1]
@@ -123,6 +154,8 @@ def make_plan(config: Config, checkpoint: Path, described: Mapping[str, Mapping[
     for name in wanted:
         module = stage_module(name)
         reasons = [r for need in module.NEEDS if (r := out_of_scope(need, scope, capable))]
+        if name in claimed.off and not reasons:  # a port may lack a stage; the user cannot wish one away
+            reasons = [claimed.off[name]]
         if reasons:
             skipped[name] = "; ".join(reasons)
         else:
@@ -141,12 +174,14 @@ def make_plan(config: Config, checkpoint: Path, described: Mapping[str, Mapping[
         stages=stages,
         skipped=skipped,
         digests={
-            "checkpoint": checkpoint_digest(checkpoint),
+            "checkpoint": carried.digests["checkpoint"] if carried else checkpoint_digest(checkpoint),
             "config": config.digest,
             "port": code_digest(config.accel.spec),
-            "reference": code_digest(config.reference.spec),
+            "reference": carried.digests["reference"] if carried else code_digest(config.reference.spec),
             "versions": digest_of([described[side].get("versions", {}) for side in ("reference", "accel")]),
         },
+        carried=carried,
+        stand_in=stand_in,
     )
 
 
@@ -184,13 +219,15 @@ def refused(answer: Mapping[str, Any] | Failure, side: str) -> Mapping[str, Any]
     return answer
 
 
-def checkpoint_digest(checkpoint: Path) -> str:
-    """Return the cheap digest of a checkpoint: configuration, headers, sizes and sampled bytes."""
-    from harness.checkpoint import open_checkpoint
-
-    config = checkpoint / "config.json"
-    parts = [config.read_text() if config.is_file() else "", open_checkpoint(checkpoint).digest]
-    return digest_of(parts)
+def widest_port(reference: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a port that claims all that its reference can answer for would say of itself."""
+    scope = from_json(Scope, reference["scope"])
+    wide = replace(
+        scope, replay=True, serves=False, phases=("prefill", "chunked", "decode"), layouts=(Layout(), Layout(tp=2)),
+        unobservable={}, off={},
+    )  # fmt: skip
+    capable = sorted({*reference["capabilities"], "phases", "multi_card"})
+    return {**reference, "name": "any port", "scope": as_json(wide), "capabilities": capable}
 
 
 def code_digest(spec: str) -> str:

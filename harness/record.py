@@ -47,6 +47,7 @@ class Session:
         self._process: subprocess.Popen[str] | None = None
         self._opened: Setup | None = None
         self._refused: tuple[Setup, Failure] | None = None
+        self.provenance: dict[str, str] = {}
 
     def describe(self, setup: Setup) -> dict[str, Any] | Failure:
         """Return the adapter's name, scope, capabilities and versions. Raises SpecError where it cannot be imported."""
@@ -91,6 +92,7 @@ class Session:
                 "pins": str(pins) if pins else None,
                 "pin_dtype": pin_dtype,
                 "expected": str(expected) if expected else None,
+                "provenance": self.provenance,
             }
             answer = self._ask(words, run.id, self.watchdog.run_s)
             if not isinstance(answer, Failure):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import recorder
+from harness.golden import FORMAT
 from harness.types import Layout, Run, Setup, as_json, digest_of
 
 ROLES = ("oracle", "floor", "floor_j1", "floor_j2", "accel")
@@ -118,5 +119,7 @@ def _asked(run: Run, *, kind: str = "", steps: tuple[tuple[int, int], ...] = (),
 
 def _address(run: Run, setup: Setup, pins: Path | None) -> str:
     source = "/".join(pins.parts[-2:]) if pins is not None else ""
-    asked = {"run": as_json(run), "setup": as_json(setup), "source": source, "recorder": recorder.VERSION}
+    asked = {
+        "run": as_json(run), "setup": as_json(setup), "source": source, "recorder": recorder.VERSION, "format": FORMAT,
+    }  # fmt: skip
     return f"{run.kind}{run.level}-{digest_of(asked)}"

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ class Side:
             "name": self.adapter.name,
             "scope": as_json(self.adapter.scope),
             "capabilities": capabilities(self.adapter),
+            "cases": as_json(getattr(self.adapter, "cases", ())),
             **versions(),
         }
 
@@ -142,7 +144,7 @@ class Side:
         self.beat(f"{run.id} starting")
         expected = self._source(request.get("expected"))
         trace = execute(self.bench, run, pins=self._pins(request, run), expected=expected)
-        save_trace(Path(request["out"]), trace)
+        save_trace(Path(request["out"]), replace(trace, provenance={**request.get("provenance", {}), **made()}))
         return {"wall_s": trace.facts["wall_s"], "taps": len(trace.tensors)}
 
     def _source(self, folder: str | None) -> Any:
@@ -174,6 +176,21 @@ class Side:
             self.adapter.close()
         self.adapter = self.bench = None
         return {}
+
+
+def made() -> dict[str, str]:
+    """Return who made a trace: versions, device, machine, time."""
+    from datetime import datetime, timezone
+
+    from harness import recorder
+
+    told = versions()
+    named = {f"version.{name}": str(version) for name, version in told["versions"].items()}
+    time_now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {
+        **named, "device": told["device"], "machine": told["machine"], "recorder": str(recorder.VERSION),
+        "time": time_now,
+    }  # fmt: skip
 
 
 def versions() -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Traces at rest."""
+"""Traces at rest, and what travels with them."""
 
+from harness.golden.carried import Carried, checkpoint_digest, choose_carried, load_carried, save_carried
 from harness.golden.store import (
+    FORMAT,
     LazyTensors,
     load_failure,
     load_trace,
@@ -9,4 +11,17 @@ from harness.golden.store import (
     save_trace,
 )
 
-__all__ = ["LazyTensors", "load_failure", "load_trace", "read_manifest", "save_failure", "save_trace"]
+__all__ = [
+    "FORMAT",
+    "Carried",
+    "LazyTensors",
+    "checkpoint_digest",
+    "choose_carried",
+    "load_carried",
+    "load_failure",
+    "load_trace",
+    "read_manifest",
+    "save_carried",
+    "save_failure",
+    "save_trace",
+]

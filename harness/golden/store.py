@@ -1,16 +1,16 @@
 """Knows how one trace lies on disk: a folder with a manifest and bounded safetensors parts. Must not know who made it.
 
-    <folder>/manifest.json            setup, run, taps in execution order (file, dtype, shape, digest), facts
+    <folder>/manifest.json            setup, run, taps in execution order (file, dtype, shape, digest), facts, parts and
+                                      their sizes, provenance (who, when, on what), a digest of the manifest itself
     <folder>/part-0001.safetensors    tensors; one that equals an earlier one is stored once
     <folder>/failure.json             instead of the above where the run did not end
 
 A folder appears whole or not at all (written beside and renamed). Every tensor is checked against its digest when it is
-read. Safetensors and JSON only, never pickle.
+read. Safetensors and JSON only, never pickle; activations only, never weights.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,30 +23,25 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from harness.errors import TraceError
-from harness.types import Failure, Run, Setup, Tap, Trace, as_json, from_json
+from harness.golden.digest import algorithm, tensor_digest
+from harness.types import Failure, Run, Setup, Tap, Trace, as_json, digest_of, from_json
 
-FORMAT = "day0.trace/1"
+FORMAT = "day0.trace/2"
 PART_BYTES = 512 * 2**20
+_KEYS = ("setup", "run", "tensors", "parts", "facts", "provenance", "digests", "seal")
 
 
 def save_trace(folder: Path, trace: Trace) -> None:
     """Write a trace to `folder`, replacing what was there."""
-    scratch = _scratch(folder)
+    scratch, digests = _scratch(folder), algorithm()
     rows: list[dict[str, Any]] = []
     seen: dict[str, tuple[str, str]] = {}
-    part: dict[str, torch.Tensor] = {}
-    size, number = 0, 1
+    parts = _Parts(scratch)
     for name, tensor in trace.tensors.items():
         tensor = tensor.detach().to("cpu").contiguous()
-        digest = tensor_digest(tensor)
+        digest = tensor_digest(tensor, digests)
         if digest not in seen:
-            length = tensor.numel() * tensor.element_size()
-            if part and size + length > PART_BYTES:
-                save_file(part, scratch / f"part-{number:04d}.safetensors")
-                part, size, number = {}, 0, number + 1
-            seen[digest] = (f"part-{number:04d}.safetensors", name)
-            part[name] = tensor
-            size += length
+            seen[digest] = (parts.add(name, tensor), name)
         file, key = seen[digest]
         rows.append(
             {
@@ -58,25 +53,58 @@ def save_trace(folder: Path, trace: Trace) -> None:
                 "digest": digest,
             }
         )
-    if part:
-        save_file(part, scratch / f"part-{number:04d}.safetensors")
     manifest = {
         "format": FORMAT,
+        "digests": digests,
         "setup": as_json(trace.setup),
         "run": as_json(trace.run),
         "tensors": rows,
+        "parts": parts.close(),
         "facts": as_json(trace.facts),
         "provenance": dict(trace.provenance),
     }
-    (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    _publish(scratch, folder)
+    (scratch / "manifest.json").write_text(json.dumps({**manifest, "seal": _seal(manifest)}, indent=1))
+    publish(scratch, folder)
+
+
+class _Parts:
+    """Safetensors files of bounded size, written as they fill."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.sizes = folder, dict[str, int]()
+        self._part: dict[str, torch.Tensor] = {}
+        self._bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> str:
+        """Take a tensor; return the name of the file that it will lie in."""
+        length = tensor.numel() * tensor.element_size()
+        if self._part and self._bytes + length > PART_BYTES:
+            self._write()
+        self._part[name] = tensor
+        self._bytes += length
+        return self._file()
+
+    def close(self) -> dict[str, int]:
+        """Write what is left; return the size of each file in bytes."""
+        if self._part:
+            self._write()
+        return self.sizes
+
+    def _file(self) -> str:
+        return f"part-{len(self.sizes) + 1:04d}.safetensors"
+
+    def _write(self) -> None:
+        path = self.folder / self._file()
+        save_file(self._part, path)
+        self.sizes[path.name] = path.stat().st_size
+        self._part, self._bytes = {}, 0
 
 
 def save_failure(folder: Path, failure: Failure) -> None:
     """Write what is known of a run that did not end, replacing what was there."""
     scratch = _scratch(folder)
     (scratch / "failure.json").write_text(json.dumps(as_json(failure), indent=1))
-    _publish(scratch, folder)
+    publish(scratch, folder)
 
 
 def load_failure(folder: Path) -> Failure | None:
@@ -86,7 +114,10 @@ def load_failure(folder: Path) -> Failure | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the checked manifest of a trace. Raises TraceError if it is missing, unreadable or of another format."""
+    """Return the checked manifest of a trace.
+
+    Raises TraceError if it is missing, unreadable, of another format, was changed, or names files that are not there.
+    """
     path = folder / "manifest.json"
     try:
         manifest = json.loads(path.read_text())
@@ -95,10 +126,32 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise TraceError(f"expected format {FORMAT!r} in {path}, found {found!r}; record it again with this version")
+    missing = [key for key in _KEYS if key not in manifest]
+    if missing:
+        raise TraceError(f"expected {', '.join(missing)} in {path}, found none; record it again")
+    if manifest["seal"] != _seal(manifest):
+        raise TraceError(
+            f"the manifest {path} was changed after it was written (expected seal {manifest['seal']}); do not use this "
+            "trace, record it again"
+        )
+    for name, size in manifest["parts"].items():
+        if Path(name).name != name:
+            raise TraceError(f"expected plain file names in {path}, found {name!r}; do not use this trace")
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            what = "nothing" if found is None else f"{found} bytes"
+            raise TraceError(f"expected {size} bytes at {folder / name}, found {what}; copy or record it again, whole")
     for row in manifest["tensors"]:
-        if Path(row["file"]).name != row["file"]:
+        if row["file"] not in manifest["parts"]:
             raise TraceError(f"expected plain file names in {path}, found {row['file']!r}; do not use this trace")
     return manifest
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    """Return the digest of a manifest without its own seal."""
+    plain = json.loads(json.dumps({k: v for k, v in manifest.items() if k != "seal"}))
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))  # facts may hold NaN, which digest_of refuses
+    return digest_of(text)
 
 
 def load_trace(folder: Path) -> Trace:
@@ -114,7 +167,7 @@ def load_trace(folder: Path) -> Trace:
         setup=setup,
         run=run,
         taps=taps,
-        tensors=LazyTensors(folder, rows),
+        tensors=LazyTensors(folder, rows, manifest["digests"]),
         facts=manifest["facts"],
         provenance=manifest["provenance"],
     )
@@ -123,8 +176,10 @@ def load_trace(folder: Path) -> Trace:
 class LazyTensors(Mapping[str, torch.Tensor]):
     """Tensors of one trace by tap name, in execution order. `cache` keeps what was read (for replay)."""
 
-    def __init__(self, folder: Path, rows: Mapping[str, Mapping[str, Any]], *, cache: bool = False) -> None:
-        self.folder, self.rows, self.cache = folder, rows, cache
+    def __init__(
+        self, folder: Path, rows: Mapping[str, Mapping[str, Any]], digests: str, *, cache: bool = False
+    ) -> None:
+        self.folder, self.rows, self.digests, self.cache = folder, rows, digests, cache
         self._kept: dict[str, torch.Tensor] = {}
         self._files: dict[str, Any] = {}
 
@@ -139,7 +194,7 @@ class LazyTensors(Mapping[str, torch.Tensor]):
             tensor: torch.Tensor = self._files[row["file"]].get_tensor(row["key"])
         except (OSError, SafetensorError) as error:
             raise TraceError(f"expected tensor {name!r} in {path}, found: {error}; record this trace again") from error
-        found = tensor_digest(tensor)
+        found = tensor_digest(tensor, self.digests)
         if found != row["digest"]:
             raise TraceError(
                 f"expected digest {row['digest']} for {name!r} in {path}, found {found}: the file is damaged; "
@@ -157,15 +212,7 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
     def cached(self) -> LazyTensors:
         """Return the same tensors, kept in memory once read."""
-        return LazyTensors(self.folder, self.rows, cache=True)
-
-
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return the hex digest (blake2b, 16 bytes) of dtype, shape and bytes."""
-    head = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-    flat = tensor.contiguous().reshape(-1)
-    data: Any = flat.view(torch.uint8).numpy() if tensor.numel() else b""
-    return hashlib.blake2b(memoryview(data), digest_size=16, key=head[:64]).hexdigest()
+        return LazyTensors(self.folder, self.rows, self.digests, cache=True)
 
 
 def _scratch(folder: Path) -> Path:
@@ -175,6 +222,7 @@ def _scratch(folder: Path) -> Path:
     return scratch
 
 
-def _publish(scratch: Path, folder: Path) -> None:
+def publish(scratch: Path, folder: Path) -> None:
+    """Put a finished folder in the place of what was there."""
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(scratch, folder)

@@ -9,7 +9,7 @@ ROWS = (
     {"offline"},
     {"pipeline"},
     {"campaign"},
-    {"evidence"},
+    {"evidence", "standin"},
     {"plan"},
     {"config", "report", "scaffold", "doctor", "schedule"},
     {"configfile"},
@@ -18,13 +18,14 @@ ROWS = (
     {"record", "ranks"},
     {"runs"},
     {"exercise"},
-    {"compare", "gate", "checklist", "golden", "plugins"},
+    {"compare", "gate", "checklist", "plugins"},
     {"adapters"},
-    {"checkpoint", "metrics", "cases"},
+    {"golden"},
+    {"checkpoint", "metrics", "cases", "mapping"},
     {"recorder"},
     {"adapter"},
     {"taps"},
-    {"types", "errors"},
+    {"types", "errors", "dropin"},
 )
 """Rooms of harness/, the top row first. A room imports from rows below its own, and from itself."""
 
