@@ -59,6 +59,7 @@ class AccelAdapter:
             serves=True,
             chat=True,
             fallbacks=self.use.fallbacks,
+            precisions=("float32",) if setup.dtype == "bfloat16" else (),
         )
         self.module_paths = module_paths(self.config)
         self.place = Place()

@@ -175,9 +175,8 @@ class Campaign:
     def _record_reference(self, jobs: Sequence[Job], *, keep: bool) -> int:
         done = 0
         for role, roles in (("oracle", ("oracle",)), ("floor", ("floor", "floor_j1", "floor_j2"))):
-            setup = self.plan.setups[role]
             wanted = Schedule(jobs=tuple(jobs), folders={}).of(*roles)
-            todo = [j for j in wanted if not (keep and is_current(j.folder, j.run, setup))]
+            todo = [j for j in wanted if not (keep and is_current(j.folder, j.run, j.setup))]
             failure = self.plan.described["reference"].get("failure")
             if failure is not None:
                 for job in todo:
@@ -208,7 +207,7 @@ class Campaign:
 
     def _record(self, session: Session, role: str, jobs: Sequence[Job]) -> int:
         """Do jobs in order. After a hang or a crash the rest of them is refused: each would cost a time-out again."""
-        setup, broken = self.plan.setups[role], ""
+        broken = ""
         worldly = [j for j in jobs if j.run.kind in ("collectives", "ranks")]
         for number, job in enumerate(jobs, start=1):
             self.display.run_started(job.role, job.run.id if role == "accel" else job.folder.name, number, len(jobs))
@@ -217,11 +216,10 @@ class Campaign:
                 continue
             if job in worldly:
                 if job is worldly[0]:
-                    self._record_world(session, setup, worldly)
+                    self._record_world(session, job.setup, worldly)
                 continue
-            failure = session.run(
-                job.run, setup, job.folder, pins=job.pins, pin_dtype=self.plan.context.dtype, expected=job.expected
-            )
+            dtype = job.run.dtype or self.plan.context.dtype
+            failure = session.run(job.run, job.setup, job.folder, pins=job.pins, pin_dtype=dtype, expected=job.expected)
             if failure is not None and failure.kind in ("hang", "crash", "memory"):
                 broken = f"{failure.run} ended in a {failure.kind} at {failure.last_tap or 'an unknown place'}"
         return len(jobs)

@@ -21,7 +21,10 @@ if sys.version_info >= (3, 11):
 else:  # the same parser under its older name
     import tomli as tomllib
 
-NEEDS = ("image", "weights", "phases", "serves", "multi_card", "chat", "replay", "decisions", "cache", "operators")
+NEEDS = (
+    "image", "weights", "phases", "serves", "multi_card", "chat", "replay", "decisions", "cache", "operators", "float32",
+    "generation", "observer",
+)  # fmt: skip
 """Words that a criterion's `needs` may use."""
 OPS = ("<=", ">=", "==")
 

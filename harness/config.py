@@ -31,6 +31,7 @@ FEATURES = (
     "decisions",
     "cache",
     "operators",
+    "float32",
 )
 """What `--require` may name besides stages."""
 
@@ -131,6 +132,7 @@ class ScopeSection(_Section):
     serves: bool | None = None
     chat: bool | None = None
     fallbacks: tuple[str, ...] | None = None
+    precisions: tuple[Literal["float32"], ...] | None = None
     unobservable: Mapping[str, str] = Field(default_factory=dict)
     off: Mapping[str, str] = Field(default_factory=dict)
 
@@ -140,7 +142,8 @@ class ScopeSection(_Section):
 
         given: dict[str, Any] = {k: v for k in type(self).model_fields if (v := getattr(self, k)) is not None}
         given["unobservable"] = {**scope.unobservable, **self.unobservable}
-        given["off"] = {**scope.off, **self.off}
+        claimed = set(self.precisions or ())
+        given["off"] = {k: v for k, v in {**scope.off, **self.off}.items() if k not in claimed}
         return dataclasses.replace(scope, **given)
 
 

@@ -18,11 +18,9 @@ from harness.errors import CheckpointError, NothingToVerify, SpecError, UsageErr
 from harness.golden import Carried, checkpoint_digest
 from harness.plugins import Spec, default_checkpoint, parse_spec
 from harness.record import Session, Watchdog
+from harness.schedule import ORACLE_OF
 from harness.stages import StageContext, stage_module
 from harness.types import STAGES, Case, Failure, Layout, Run, Scope, Setup, as_json, digest_of, from_json
-
-ORACLE_OF = {"bfloat16": "float32", "float16": "float32", "float32": "float64", "float64": "float64"}
-"""The precision of the oracle: one above the port's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +202,7 @@ def out_of_scope(word: str, scope: Scope, capabilities: Sequence[str] | frozense
         "replay": scope.replay,
         "serves": scope.serves and "serves" in capabilities,
         "chat": "chat" in capabilities,
+        "float32": "float32" in scope.precisions,
     }
     if word in claims:
         return "" if claims[word] else f"the port does not claim {word}"

@@ -17,6 +17,8 @@ from harness.golden import FORMAT
 from harness.types import Layout, Run, Setup, as_json, digest_of
 
 ROLES = ("oracle", "floor", "floor_j1", "floor_j2", "accel")
+ORACLE_OF = {"bfloat16": "float32", "float16": "float32", "float32": "float64", "float64": "float64"}
+"""The precision of the oracle: one above the port's."""
 _PHASED = ("steps", "simulate", "ranks")
 _BOTH_SIDES = ("forward", "generate", *_PHASED)
 _REFERENCE_TOO = ("weights", "chat")
@@ -29,6 +31,7 @@ class Job:
 
     role: str
     run: Run
+    setup: Setup
     folder: Path
     pins: Path | None = None
     expected: Path | None = None
@@ -65,13 +68,14 @@ def make_schedule(
     folders: dict[tuple[str, str], Path] = {}
 
     def add(role: str, planned: Run, executed: Run, pins: Path | None, expected: Path | None = None) -> None:
+        setup = _setup(setups[role.partition("_")[0]], planned)
         if role == "accel":
             folder = traces / "accel" / planned.id
         else:
             root = goldens if pins is None or replay else traces / "reference"
-            folder = root / role / _address(executed, setups[role.partition("_")[0]], pins)
+            folder = root / role / _address(executed, setup, pins)
         folders[role, planned.id] = folder
-        jobs.append(Job(role=role, run=executed, folder=folder, pins=pins, expected=expected))
+        jobs.append(Job(role=role, run=executed, setup=setup, folder=folder, pins=pins, expected=expected))
 
     for run in runs:
         source = _source(run, folders, replay)
@@ -92,7 +96,15 @@ def make_schedule(
             add("floor", run, walked, source, folders["oracle", run.id] if run.kind == "generate" else None)
             for number in (1, 2) if run.level else ():
                 add(f"floor_j{number}", run, dataclasses.replace(walked, jitter=number), source)
+    jobs.sort(key=lambda job: job.run.dtype != "")  # each change of precision loads the model anew
     return Schedule(jobs=tuple(jobs), folders=folders)
+
+
+def _setup(setup: Setup, run: Run) -> Setup:
+    """Return the setup of a role for a run, which may be in another precision than the declared one."""
+    if not run.dtype:
+        return setup
+    return dataclasses.replace(setup, dtype=ORACLE_OF[run.dtype] if setup.role == "oracle" else run.dtype)
 
 
 def _source(run: Run, folders: Mapping[tuple[str, str], Path], replay: bool) -> Path | None:

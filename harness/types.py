@@ -120,6 +120,7 @@ class Tap:
 class Scope:
     """What a port claims, and what it switched off with the reason. Printed beside every verdict.
 
+    `precisions` are further ones that the port can run in, beside the declared one, to be judged more sharply there.
     `unobservable` maps a glob of tap names to the reason; `replay` says whether the port goes on with what the recorder
     returns; `off` maps a feature (`image`, `multi_card`, `phases`, `weights`, `chat`, ...) to the reason it is absent.
     """
@@ -133,6 +134,7 @@ class Scope:
     serves: bool = False
     chat: bool = False
     fallbacks: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
     unobservable: Mapping[str, str] = field(default_factory=dict)
     off: Mapping[str, str] = field(default_factory=dict)
 
@@ -147,6 +149,7 @@ class Run:
     `pin`: id of the run of `pin_role` whose values are replayed; `pin_decisions` overwrites routes and selections too.
     `jitter`: seed of a jitter by an ulp (probability 1/8 each way) on the pinned values; 0 is none.
     `before`: token ids of a request that used the same slot earlier. `taps`: globs of taps to keep; empty keeps all.
+    `dtype`: the port's precision in this run, where it is not the declared one.
     """
 
     id: str
@@ -164,6 +167,7 @@ class Run:
     observe: bool = True
     repeat: int = 1
     layout: Layout = Layout()
+    dtype: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -86,3 +86,14 @@ def test_a_golden_is_reused_only_for_the_same_question(change):
     made = make_schedule(runs, setups=setups, replay=True, reference_phased=True, goldens=Path("/g"), traces=Path("/t"))
     assert made.folders["floor", "text/replay1"] != before
     assert schedule().folders["floor", "text/replay1"] == before
+
+
+def test_a_run_in_another_precision_moves_all_sides_by_as_much():
+    """In float32 the oracle is float64 and the floor float32; those runs come last, so that each model loads once."""
+    wide = [Run(id="text/free-float32", stage="text", kind="forward", case=CASE, dtype="float32")]
+    made = schedule(runs=[*wide, *RUNS])
+    found = {j.role: j.setup.dtype for j in made.jobs if j.run.dtype}
+    assert found == {"oracle": "float64", "floor": "float32", "accel": "float32"}
+    assert [bool(j.run.dtype) for j in made.jobs] == sorted(bool(j.run.dtype) for j in made.jobs)
+    assert made.folders["oracle", "text/free-float32"] != made.folders["oracle", "text/free"]
+    assert {j.setup.dtype for j in made.jobs if j.role == "accel" and not j.run.dtype} == {"bfloat16"}

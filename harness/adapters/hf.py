@@ -24,7 +24,7 @@ OPTIONS = ("attn", "experts", "trust_remote_code")
 def hf_adapter(checkpoint: Path, setup: Setup) -> ModuleAdapter:
     """Return the adapter of a checkpoint folder; nothing is loaded yet. Raises SpecError for an unknown option."""
     _transformers()
-    return ModuleAdapter(_load, checkpoint, setup, name=f"hf:{checkpoint.name}", options=OPTIONS)
+    return ModuleAdapter(load_module, checkpoint, setup, name=f"hf:{checkpoint.name}", options=OPTIONS, wide=True)
 
 
 def _transformers() -> Any:
@@ -37,7 +37,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def _load(checkpoint: Path, setup: Setup) -> Loaded:
+def load_module(checkpoint: Path, setup: Setup) -> Loaded:
     """Load with the class that the configuration asks for, in the setup's precision and on its device."""
     transformers = _transformers()
     transformers.utils.logging.disable_progress_bar()

@@ -40,7 +40,8 @@ class ModuleAdapter:
     """A port that is an nn.Module, or a function that loads one. Scope is read from the checkpoint's configuration.
 
     Options of the setup: `compile` (a torch.compile backend; each layer is compiled alone, so that layers stay
-    observable), and for a function whatever it takes (`options` names them).
+    observable), and for a function whatever it takes (`options` names them). `wide` says that a function loads in
+    whatever precision the setup asks for, float32 included.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ModuleAdapter:
         *,
         name: str = "module",
         options: Sequence[str] | None = None,
+        wide: bool = False,
     ) -> None:
         for key in setup.options:
             if options is not None and key not in (*options, "compile"):
@@ -60,7 +62,7 @@ class ModuleAdapter:
         self._source = module
         self._loaded: Loaded | None = None
         arguments = arguments_of(module) if isinstance(module, nn.Module) else None
-        self.scope = scope_of(self.info, arguments, setup)
+        self.scope = scope_of(self.info, arguments, setup, wide=wide)
         self._text = TextFrontEnd(checkpoint)
         self._slots: dict[int, Any] = {}
         self.module_paths: dict[str, str] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -42,8 +43,11 @@ def arguments_of(module: nn.Module) -> Arguments:
     return Arguments(named=named, open=any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
-def scope_of(info: ModelInfo, arguments: Arguments | None, setup: Setup) -> Scope:
-    """Read what a module claims from the configuration and, where it is known, its signature."""
+def scope_of(info: ModelInfo, arguments: Arguments | None, setup: Setup, *, wide: bool = False) -> Scope:
+    """Read what a module claims from the configuration and, where it is known, its signature.
+
+    `wide` says that it loads in any precision; float32 is then claimed too, where the reference's float64 weights fit.
+    """
     off = {"multi_card": "a module runs on one device", "serves": "a module has no server"}
     if not info.tokenizer:
         off["chat"] = "the checkpoint has no tokenizer.json"
@@ -55,14 +59,37 @@ def scope_of(info: ModelInfo, arguments: Arguments | None, setup: Setup) -> Scop
         off["phases"] = f"the module takes neither {' nor '.join(CACHES)}"
     if setup.options.get("compile"):
         off["decisions"] = "choices are made inside compiled layers"
+    narrow = setup.dtype in ("bfloat16", "float16")
+    too_large = _too_large(Path(info.path)) if wide and narrow else ""
+    if not wide and narrow:
+        off["float32"] = 'not claimed; where the port follows setup.dtype, say [scope] precisions = ["float32"]'
+    elif setup.options.get("compile"):
+        off["float32"] = "compiled in the declared precision only"
+    elif too_large:
+        off["float32"] = too_large
     return Scope(
         image=image,
         phases=("prefill", "chunk", "decode") if phased else ("prefill",),
         max_length_tokens=info.max_length_tokens,
         chat=info.chat_template and info.tokenizer,
+        precisions=("float32",) if wide and narrow and "float32" not in off else (),
         unobservable=_inside_layers() if setup.options.get("compile") else {},
         off=off,
     )
+
+
+def _too_large(checkpoint: Path) -> str:
+    """Say why a checkpoint cannot be held in float64 beside a float32 copy, or return an empty string."""
+    stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    needed = 6 * stored  # of two bytes an element: float64 and float32
+    if free is None or needed <= free:
+        return ""
+    return f"float64 and float32 weights need about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
 
 
 def _inside_layers() -> dict[str, str]:

@@ -64,6 +64,7 @@ def measured(
         "kind": kind,
         "tap_level": level_of(subject),
         "phase": run.options.get("phase", "prefill"),
+        "precision": run.dtype or "declared",
         "layout": str(run.layout),
         **(where or {}),
     }

@@ -14,7 +14,7 @@ TITLES = {
 }  # fmt: skip
 FILES = {name: f"{i:02d}-{name.replace('_', '-')}.md" for i, name in enumerate(TITLES, start=1)}
 _SELECTORS = frozenset({"level", "kind", "tap_level", "slice"})  # for criteria to select on, not a place
-_USUAL = {"phase": "prefill", "layout": "single"}
+_USUAL = {"phase": "prefill", "layout": "single", "precision": "declared"}
 _BAD = (Status.FAILED, Status.ERROR, Status.INCONCLUSIVE)
 
 

@@ -15,14 +15,14 @@ LAYERS_ONLY = (
 """Taps that a free run of a long prompt keeps, and its layer replays overwrite."""
 
 
-def free_and_replays(context: StageContext, stage: str, case: Case, *, suffix: str = "") -> list[Run]:
-    """Plan a free run of a case and its replays: layers, their children, the smallest units.
+def free_and_replays(context: StageContext, stage: str, case: Case, *, suffix: str = "", dtype: str = "") -> list[Run]:
+    """Plan a free run of a case and its replays: layers, their children, the smallest units; in `dtype` if given.
 
     The layer and the leaf replay also pin decisions, so every token counts; the middle one does not, so that values are
     seen behind the port's own choices too.
     """
     free = f"{stage}/free{suffix}"
-    runs = [Run(id=free, stage=stage, kind="forward", case=case)]
+    runs = [Run(id=free, stage=stage, kind="forward", case=case, dtype=dtype)]
     for level, pinned in ((1, True), (2, False), (3, True)):
         runs.append(
             Run(
@@ -34,6 +34,7 @@ def free_and_replays(context: StageContext, stage: str, case: Case, *, suffix: s
                 pin=free,
                 pin_role=pin_role(context),
                 pin_decisions=pinned,
+                dtype=dtype,
             )
         )
     return runs
@@ -49,6 +50,7 @@ def phase(
     suffix: str = "",
     before: tuple[int, ...] = (),
     compare_from: int = 0,
+    dtype: str = "",
 ) -> Run:
     """Plan a request in steps over one cache, each layer replayed: the cache is built from pinned values as well."""
     return Run(
@@ -62,6 +64,7 @@ def phase(
         pin_role=pin_role(context),
         pin_decisions=True,
         before=before,
+        dtype=dtype,
         options={"phase": name, "compare_from": compare_from},
     )
 
@@ -90,7 +93,7 @@ def measure_runs(view: StageView, stage: str, runs: Iterable[Run]) -> list[Measu
                 floors=floors,
                 accel=view.trace("accel", run.id),
                 scope=view.context.scope,
-                dtype=view.context.dtype,
+                dtype=run.dtype or view.context.dtype,
                 places=places,
                 heads=view.context.info.heads,
             )

@@ -22,11 +22,18 @@ DECODE_STEPS, DECODE_STEPS_FULL = 16, 48
 
 
 def plan(context: StageContext) -> list[Run]:
-    """Plan the runs of one seeded prompt (and of a longer one in the full profile)."""
+    """Plan the runs of one seeded prompt (and of a longer one in the full profile), or of the recorded requests."""
+    recorded = context.options.get("cases", ())
+    if recorded:
+        suffixes = ["", *(f"-{number}" for number in range(2, len(recorded) + 1))]
+        pairs = zip(recorded, suffixes, strict=True)
+        return [run for case, suffix in pairs for run in free_and_replays(context, NAME, case, suffix=suffix)]
     case = text_case(context.info, _fit(context, LENGTH), seed=1)
     runs = _one_case(context, case, "")
     if context.full and _fit(context, LONG) > LENGTH:
         runs += _one_case(context, text_case(context.info, _fit(context, LONG), seed=2), "-long")
+    if "float32" in context.scope.precisions:
+        runs += _one_case(context, case, "-float32", dtype="float32")
     runs += [
         Run(id=f"text/{name}", stage=NAME, kind="forward", case=case, observe=False) for name in ("plain", "plain2")
     ]
@@ -44,8 +51,8 @@ def _shorter(context: StageContext, case: Case) -> Case:
     return text_case(context.info, max(1, min(23, room)), seed=3, max_new_tokens=case.max_new_tokens)
 
 
-def _one_case(context: StageContext, case: Case, suffix: str) -> list[Run]:
-    runs = free_and_replays(context, NAME, case, suffix=suffix)
+def _one_case(context: StageContext, case: Case, suffix: str, dtype: str = "") -> list[Run]:
+    runs = free_and_replays(context, NAME, case, suffix=suffix, dtype=dtype)
     length = len(case.token_ids or ())
     if "phases" in context.capabilities and length >= 8:
         first = max(1, length - (DECODE_STEPS_FULL if context.full else DECODE_STEPS))
@@ -54,9 +61,9 @@ def _one_case(context: StageContext, case: Case, suffix: str) -> list[Run]:
         chunks = spans_of(length, [length * 2 // 5, length * 2 // 3])
         again = spans_of(length, [length * 2 // 7])
         runs += [
-            phase(context, NAME, "chunked", case, chunks, suffix=suffix),
-            phase(context, NAME, "decode", case, steps, suffix=suffix, compare_from=first),
-            phase(context, NAME, "second", case, again, suffix=suffix, before=other),
+            phase(context, NAME, "chunked", case, chunks, suffix=suffix, dtype=dtype),
+            phase(context, NAME, "decode", case, steps, suffix=suffix, compare_from=first, dtype=dtype),
+            phase(context, NAME, "second", case, again, suffix=suffix, before=other, dtype=dtype),
         ]
     return runs
 
@@ -67,7 +74,7 @@ def measure(view: StageView) -> list[Measurement]:
     for run in view.runs:
         if run.kind == "generate":
             found.append(_greedy(view, run))
-    return [*found, _observer(view)]
+    return [*found, _observer(view)] if any(not run.observe for run in view.runs) else found
 
 
 def _greedy(view: StageView, run: Run) -> Measurement:

@@ -217,3 +217,11 @@ def test_every_commented_key_of_the_scaffold_is_valid(tmp_path):
     assert config.watchdog == Config().watchdog
     assert (config.run.stage, config.run.profile, config.run.keep_going) == (STAGES, "quick", False)
     assert (config.accel.dtype, config.scope.layouts) == ("bfloat16", (Layout(), Layout(tp=2)))
+
+
+def test_a_precision_that_the_user_claims_is_in_scope():
+    """`precisions` adds to the port's claim and takes away the port's own reason for not claiming it."""
+    port = Scope(off={"float32": "not claimed", "image": "no tower"})
+    scope = load_config(sets=['scope.precisions=["float32"]']).scope.apply(port)
+    assert scope.precisions == ("float32",)
+    assert dict(scope.off) == {"image": "no tower"}
