@@ -286,7 +286,8 @@ def _parts_of(
 
     Such a module takes choices and weights of one shape [N, K]. Any other yields nothing.
     """
-    given = {name: args[p] if isinstance(p, int) else kwargs[p] for p, name in _in_order(names, args, kwargs)}
+    places = {name: p for p, name in _in_order(names, args, kwargs)}
+    given = {name: args[p] if isinstance(p, int) else kwargs[p] for name, p in places.items()}
     choices = {n: v for n, v in given.items() if isinstance(v, Tensor) and v.dim() == 2 and tapnames.is_choice(n)}
     if len(choices) != 1 or not isinstance(output, Tensor):
         return
@@ -302,9 +303,18 @@ def _parts_of(
     for k in range(owner.shape[1]):
         alone = torch.zeros_like(given[weights[0]])
         alone[:, k] = given[weights[0]][:, k]
-        result = module.forward(**{**given, weights[0]: alone})
+        result = module.forward(
+            *_instead(args, places[weights[0]], alone), **_instead(kwargs, places[weights[0]], alone)
+        )
         parts.append(result.reshape(owner.shape[0], -1)[:, ::step].float())
     yield torch.stack(parts, dim=1), owner
+
+
+def _instead(given: Any, place: int | str, value: Tensor) -> Any:
+    """Return arguments (by position, or by name) with another value at one place, if they have it."""
+    if isinstance(given, dict):
+        return {name: value if name == place else old for name, old in given.items()}
+    return tuple(value if i == place else old for i, old in enumerate(given))
 
 
 @contextmanager
