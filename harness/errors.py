@@ -5,6 +5,7 @@ Day0Error
 |   +-- ConfigError
 |   +-- ChecklistError
 |   +-- SpecError
+|   +-- MappingError
 +-- CheckpointError   1  the checkpoint is not what it says: index, header, offsets, digests
 +-- TraceError        1  a trace or golden is missing, corrupt, stale or of another setup
 +-- PortError         1  the side under test raised, crashed, hung or returned nonsense
@@ -38,6 +39,10 @@ class ChecklistError(UsageError):
 
 class SpecError(UsageError):
     """A SPEC cannot be parsed, or names something that cannot be imported."""
+
+
+class MappingError(UsageError):
+    """A mapping is not in its language, matches nothing, or does not fit the tensors."""
 
 
 class CheckpointError(Day0Error):

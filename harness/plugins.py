@@ -5,7 +5,7 @@ hf:PATH?dtype=..&attn=..        a transformers folder
 FILE.py:factory?key=value       a function `factory(checkpoint, setup)` of a file, or of an importable module
 package.module:factory
 openai:URL    serve:COMMAND     an OpenAI-compatible endpoint, or a command that starts one
-traces:DIR                      recorded traces
+traces:DIR?map=FILE             recorded traces, with a mapping of their names
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def open_adapter(spec: Spec, checkpoint: Path | None, setup: Setup) -> Adapter:
         return _checked(_called(start, spec.target), spec, checkpoint, setup)
     if spec.kind == "traces":
         traces = importlib.import_module("harness.adapters.traces")
-        return _checked(traces.open_traces(Path(spec.target), setup), spec, checkpoint, setup)
+        return _checked(traces.open_traces(Path(spec.target).expanduser(), checkpoint, setup), spec, checkpoint, setup)
     if spec.kind == "hf":
         hf = _imported(lambda: importlib.import_module("harness.adapters.hf"), "harness.adapters.hf")
         return _checked(hf.hf_adapter(_folder(spec.target), setup), spec, checkpoint, setup)

@@ -116,7 +116,7 @@ def test_wrong_words_end_before_anything_starts(words, message, capsys, monkeypa
         ("broken.py:port", "No module named 'vendor_kernels_that_are_not_here'"),
         ("syntax.py:port", "SyntaxError"),
         ("not_installed.ports:make", "found no module named 'not_installed'"),
-        ("traces:nowhere", "day0 compare"),
+        ("traces:nowhere", "found no manifest.json"),
         ("builtin:acel", "did you mean 'accel'"),
         ("builtin:accel?slotz=1", "did you mean 'slots'"),
     ],

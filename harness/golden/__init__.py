@@ -1,6 +1,7 @@
 """Traces at rest, and what travels with them."""
 
 from harness.golden.carried import Carried, checkpoint_digest, choose_carried, load_carried, save_carried
+from harness.golden.ranks import load_recordings, merge_ranks
 from harness.golden.store import (
     FORMAT,
     LazyTensors,
@@ -19,7 +20,9 @@ __all__ = [
     "choose_carried",
     "load_carried",
     "load_failure",
+    "load_recordings",
     "load_trace",
+    "merge_ranks",
     "read_manifest",
     "save_carried",
     "save_failure",

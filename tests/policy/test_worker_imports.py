@@ -15,6 +15,7 @@ LAZY = {
     "tokenizers": {"harness/adapters/text.py", "harness/adapters/server.py"},
     "jinja2": {"harness/adapters/text.py"},
     "blake3": {"harness/golden/digest.py"},
+    "tomli": {"harness/mapping/file.py"},
 }
 """What may be imported inside a function, where a port asks for it, and only there."""
 
