@@ -34,6 +34,7 @@ from harness.types import (
     Failure,
     Finding,
     Measurement,
+    Run,
     Setup,
     StageResult,
     Status,
@@ -85,6 +86,7 @@ class Campaign:
 
     def all(self) -> list[StageResult]:
         """Run the asked stages in order; return a result for each, whatever happened."""
+        self.resolve()
         results: list[StageResult] = []
         stages = [name for name in STAGES if name in self.plan.stages or name in self.plan.skipped]
         after = self.plan.config.run.after
@@ -100,6 +102,23 @@ class Campaign:
             if not result.accepted and result.status is not Status.SKIPPED and not self.plan.config.run.keep_going:
                 blocked = blocked or f"{name} was not accepted ({result.status.value})"
         return results
+
+    def resolve(self) -> None:
+        """Search for the token ids of cases that say so, and plan their runs anew; runs that found no more are dropped.
+
+        What a search found is a golden like any other: it is not searched for again, and it travels.
+        """
+        searches = {j.run.id: j for j in self.schedule.of("oracle") if j.run.kind == "search"}
+        names = {folder: run for (_, run), folder in self.schedule.folders.items()}
+        self._record_reference(list(searches.values()), keep=True)
+        found = {
+            f"search:{names[j.folder]}": tuple(trace.facts["token_ids"])
+            for j in searches.values()
+            if isinstance(trace := self.lost.get(j.folder) or read_trace(j.folder, j.run.id), Trace)
+        }
+        stages = {name: _resolved(runs, found) for name, runs in self.plan.stages.items()}
+        self.plan = replace(self.plan, stages=stages)
+        self.schedule = schedule_of(self.plan, self.out)
 
     def _check_earlier(self, earlier: Path) -> list[str]:
         """Return the stages that stand by the run named by --after; say of the others why they do not."""
@@ -310,12 +329,26 @@ class Campaign:
         return [(c, m) for c in bad for m in gate.failing(c, measurements)]
 
     def _out_of_scope(self, word: str, view: StageView) -> str:
+        if word == "experts":
+            return "" if self.plan.info.experts else "the model has no experts"
         if word == "decisions":
             kinds = {tap.kind for t in _traces(view, "oracle") for tap in t.taps.values()}
             return (
                 "" if kinds & {"routing", "selection"} else "the reference makes no decisions (no router, no indexer)"
             )
         return out_of_scope(word, self.plan.scope, self.plan.context.capabilities)
+
+
+def _resolved(runs: Sequence[Run], found: Mapping[str, tuple[int, ...]]) -> tuple[Run, ...]:
+    """Return runs with the token ids that were found for their cases, without those that have nothing new to show."""
+    known = {run.case.token_ids for run in runs if run.case and not run.case.source.startswith("search:")}
+    resolved = []
+    for run in runs:
+        if run.case is None or not run.case.source.startswith("search:"):
+            resolved.append(run)
+        elif (ids := found.get(run.case.source)) is not None and ids not in known:
+            resolved.append(replace(run, case=replace(run.case, token_ids=ids)))
+    return tuple(resolved)
 
 
 def _traces(view: StageView, role: str = "accel") -> list[Trace]:

@@ -15,6 +15,8 @@ from harness.types import Case, Image
 
 _EDGE_KEYS = ("index_topk", "sliding_window", "attention_chunk_size", "chunk_size", "page_tokens", "block_size")
 
+_EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
@@ -26,6 +28,7 @@ class ModelInfo:
     layers: int
     max_length_tokens: int
     heads: int = 0
+    experts: int = 0
     edges: Mapping[str, int] = field(default_factory=dict)
     vision: bool = False
     image_token_id: int | None = None
@@ -62,6 +65,7 @@ def read_model_info(checkpoint: Path) -> ModelInfo:
         layers=int(text.get("num_hidden_layers", 0)),
         max_length_tokens=int(text.get("max_position_embeddings", 2048)),
         heads=int(text.get("num_attention_heads") or 0),
+        experts=next((int(text[k]) for k in _EXPERT_KEYS if isinstance(text.get(k), int)), 0),
         edges=edges,
         vision=bool(vision),
         image_token_id=next(

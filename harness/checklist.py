@@ -22,8 +22,8 @@ else:  # the same parser under its older name
     import tomli as tomllib
 
 NEEDS = (
-    "image", "weights", "phases", "serves", "multi_card", "chat", "replay", "decisions", "cache", "operators", "float32",
-    "generation", "observer",
+    "image", "weights", "phases", "serves", "multi_card", "chat", "replay", "decisions", "cache", "operators",
+    "float32", "experts", "generation", "observer",
 )  # fmt: skip
 """Words that a criterion's `needs` may use."""
 OPS = ("<=", ">=", "==")

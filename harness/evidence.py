@@ -82,6 +82,11 @@ def not_covered(plan: Plan, stages: Sequence[StageResult]) -> list[str]:
             if verdict.status is Status.SKIPPED:
                 skipped.setdefault(verdict.reason, []).append(verdict.criterion.id)
         sentences += [f"{stage.name}: {', '.join(ids)}: {why}" for why, ids in skipped.items()]
+        sentences += [
+            f"{stage.name}: {v.criterion.id}: {v.reason}"
+            for v in stage.verdicts
+            if v.status is Status.INCONCLUSIVE and not v.criterion.blocking
+        ]
         if stage.status is Status.BLOCKED:
             sentences.append(f"{stage.name}: not run, {stage.reason}")
     return list(dict.fromkeys(sentences))

@@ -48,6 +48,7 @@ def execute(bench: Bench, run: Run, *, pins: Pins | None, expected: Trace | None
         "chat": _chat,
         "concurrent": _concurrent,
         "serve": _serve,
+        "search": _search,
     }
     if run.kind not in kinds:
         raise PortError(f"expected a run of kind {', '.join(sorted(kinds))}, found {run.kind!r} in {run.id}")
@@ -224,6 +225,13 @@ def _serve(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | No
     from harness import exercise
 
     return dict(exercise.serve(_capable(bench, "serves", run), run, bench.beat))
+
+
+def _search(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | None) -> Facts:
+    from harness.cases import read_model_info
+    from harness.search import search
+
+    return dict(search(bench.adapter, read_model_info(bench.checkpoint), run, bench.beat))
 
 
 def _capable(bench: Bench, capability: str, run: Run) -> Any:

@@ -22,7 +22,8 @@ ORACLE_OF = {"bfloat16": "float32", "float16": "float32", "float32": "float64", 
 _PHASED = ("steps", "simulate", "ranks")
 _BOTH_SIDES = ("forward", "generate", *_PHASED)
 _REFERENCE_TOO = ("weights", "chat")
-_REFERENCE_OPTIONS = ("texts", "ids", "conversations")
+_REFERENCE_ALONE = ("search",)
+_REFERENCE_OPTIONS = ("texts", "ids", "conversations", "tokens_per_expert", "max_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,9 @@ def make_schedule(
 
     for run in runs:
         source = _source(run, folders, replay)
-        if run.kind in ("collectives", "ranks") or not (run.kind in _BOTH_SIDES and run.level and not replay):
+        if run.kind in _REFERENCE_ALONE:
+            add("oracle", run, _asked(run), None)
+        elif run.kind in ("collectives", "ranks") or not (run.kind in _BOTH_SIDES and run.level and not replay):
             add("accel", run, run, folders.get(("oracle", run.pin or "")) if replay else None)
         elif run.kind == "forward":
             folders["accel", run.id] = folders["accel", run.pin or ""]

@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from harness.compare.align import as_choices
 from harness.compare.subject import measured
 from harness.metrics.discrete import as_sets, valid_candidates
 from harness.taps import DECISION_KINDS
 from harness.types import Measurement, Run, Trace
+
+
+def idle_experts(stage: str, run: Run, oracles: Sequence[Trace], *, experts: int, need: int) -> list[Measurement]:
+    """Count for each route the experts that fewer than `need` tokens of all the runs together were sent to.
+
+    Where there are any, the measurement is one of too few samples, which names them.
+    """
+    counts: dict[str, Tensor] = {}
+    for trace in oracles:
+        for name, tap in trace.taps.items():
+            scores = trace.tensors.get(f"{name}.scores")
+            if tap.kind != "routing" or scores is None or scores.shape[-1] != experts:
+                continue
+            ids, _ = as_choices(trace.tensors[name], tap)
+            counts[name] = counts.get(name, 0) + as_sets(ids, candidates=experts).member.sum(dim=0)
+    found = []
+    for name, count in counts.items():
+        idle = (count < need).nonzero()[:, 0].tolist()
+        more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
+        message = f"fewer than {need} tokens were sent to experts {', '.join(map(str, idle[:8]))}{more} of {experts}"
+        found.append(
+            measured(
+                stage, run, "idle_experts", None if idle else 0, subject=name, n=experts, kind="routing",
+                order=list(oracles[0].taps).index(name) if name in oracles[0].taps else 0,
+                problem="too_few" if idle else "", detail={"message": message, "experts": idle} if idle else {},
+            )
+        )  # fmt: skip
+    return found
 
 
 def coverage(stage: str, run: Run, oracle: Trace) -> list[Measurement]:

@@ -54,6 +54,7 @@ DIRECT = {
     "decode_latency_p90_s": "the tail of decode steps is slower than promised",
     "decode_jitter_ratio": "decode steps vary: recompilation, growing buffers, or fallbacks at some lengths",
     "decision_coverage_share": "the cases did not reach every expert, or never made a selection choose",
+    "idle_experts": "experts that the cases did not reach enough: their weights were checked, their use was not",
     "decision_size_mismatches": "another number of items is chosen: k, the padding of short rows, or repeated ids",
     "decision_outside_valid": "items are chosen that are not allowed: the causal limit, a mask, or ids out of range",
 }  # fmt: skip

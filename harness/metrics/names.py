@@ -48,6 +48,7 @@ METRICS: Mapping[str, str] = {
     "decision_size_mismatches": "count",
     "decision_outside_valid": "count",
     "agreeing_share": "share",
+    "idle_experts": "count",
     # text
     "greedy_margin_z": "z",
     "taps_change_logits": "count",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from harness.cases import seeded_ids, text_case
+from harness.compare import idle_experts
 from harness.compare.subject import measured
 from harness.metrics.distributions import greedy_margin_z
 from harness.metrics.real import max_abs_error
@@ -19,6 +22,10 @@ LENGTH, LONG = 61, 211
 """Prompt lengths in tokens: primes, so that no chunk, page or tile ends with them."""
 DECODE_STEPS, DECODE_STEPS_FULL = 16, 48
 """Single steps that are pooled. Source: fewer than 16 honestly reach a ratio of 2."""
+TOKENS_PER_EXPERT = 2
+"""Tokens that an expert is judged on at least. Source: slopes are fitted jointly, so one would do; two are a check."""
+REACH, REACH_FULL = 257, 1025
+"""Longest prompt, in tokens, that the search for all experts may make."""
 
 
 def plan(context: StageContext) -> list[Run]:
@@ -32,6 +39,8 @@ def plan(context: StageContext) -> list[Run]:
     runs = _one_case(context, case, "")
     if context.full and _fit(context, LONG) > LENGTH:
         runs += _one_case(context, text_case(context.info, _fit(context, LONG), seed=2), "-long")
+    if context.info.experts:
+        runs += _reaching(context, case)
     if "float32" in context.scope.precisions:
         runs += _one_case(context, case, "-float32", dtype="float32")
     runs += [
@@ -49,6 +58,18 @@ def _shorter(context: StageContext, case: Case) -> Case:
     """Return a prompt that leaves room for what is generated."""
     room = _fit(context, LENGTH + case.max_new_tokens) - case.max_new_tokens
     return text_case(context.info, max(1, min(23, room)), seed=3, max_new_tokens=case.max_new_tokens)
+
+
+def _reaching(context: StageContext, case: Case) -> list[Run]:
+    """Plan a search for a longer prompt that reaches every expert, and the runs of what it finds."""
+    options = {
+        "tokens_per_expert": TOKENS_PER_EXPERT,
+        "max_tokens": _fit(context, REACH_FULL if context.full else REACH),
+    }
+    search = Run(id="text/search", stage=NAME, kind="search", case=case, options=options)
+    found = replace(case, id=f"{case.id}-reach", source=f"search:{search.id}")
+    free, _, _, leaves = free_and_replays(context, NAME, found, suffix="-reach")
+    return [search, free, leaves]
 
 
 def _one_case(context: StageContext, case: Case, suffix: str, dtype: str = "") -> list[Run]:
@@ -74,6 +95,11 @@ def measure(view: StageView) -> list[Measurement]:
     for run in view.runs:
         if run.kind == "generate":
             found.append(_greedy(view, run))
+    free = [r for r in view.runs if r.kind == "forward" and not r.level and not r.dtype and r.observe]
+    oracles = [t for r in free if isinstance(t := view.trace("oracle", r.id), Trace)]
+    if oracles:
+        experts = view.context.info.experts
+        found += idle_experts(NAME, free[0], oracles, experts=experts, need=TOKENS_PER_EXPERT)
     return [*found, _observer(view)] if any(not run.observe for run in view.runs) else found
 
 
