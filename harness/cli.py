@@ -210,6 +210,34 @@ def report(
 
 
 @app.command()
+def prove(
+    everything: Annotated[bool, typer.Option("--all", help="Every injection on every architecture.")] = False,
+    architecture: Annotated[
+        str, typer.Option("--architecture", metavar="A,B", help="Small random models to prove on.")
+    ] = "",
+    only: Annotated[str, typer.Option("--only", metavar="ID,...", help="Injections by id or name.")] = "",
+    seed: Annotated[int, typer.Option("--seed", help="Of the models' weights, and of the sample.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write prove.md and prove.json.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
+) -> None:
+    """Break ports on purpose, and print what the gates say of each: the fault catalogue against the criteria."""
+    from rich.console import Console
+
+    from harness.faults import prove as proving
+    from harness.faults.pending import PENDING
+    from harness.faults.table import show
+
+    proving.quiet()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    rows, code = proving.run(
+        everything=everything, architectures=architecture, only=only, seed=seed, out=out, json_file=json_file,
+        say=lambda text: typer.echo(text, err=True),
+    )  # fmt: skip
+    show(rows, PENDING, console)
+    raise typer.Exit(code)
+
+
+@app.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put the files.")] = Path("."),
 ) -> None:

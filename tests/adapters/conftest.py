@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from harness.adapters.module import ModuleAdapter
+from harness.faults import models
 from harness.types import Setup
-from tests import tiny
 
 Opener = Callable[..., ModuleAdapter]
 
@@ -35,7 +35,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Opener:
     def open_(name: str, dtype: str = "float32", **options: str) -> ModuleAdapter:
         key = (name, dtype, *(f"{k}={v}" for k, v in sorted(options.items())))
         if key not in made:
-            folder = tiny.build(name, root / name)
+            folder = models.build(name, root / name)
             setup = Setup(side="accel", role="accel", adapter=f"hf:{folder}", dtype=dtype, options=options)
             made[key] = hf_adapter(folder, setup)
             made[key].load(Path(folder), setup)

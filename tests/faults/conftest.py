@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from harness import cli
 from harness.types import STAGES
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent))  # tiny.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +122,10 @@ def verify(tmp_path_factory, goldens, run_day0):
 def tiny_model(tmp_path_factory):
     """Return `tiny_model(name)`: the SPEC of a small random model of an architecture, made once."""
     pytest.importorskip("transformers")
-    import tiny
+    from harness.faults import models
 
     folder = tmp_path_factory.mktemp("models")
-    return lambda name: f"hf:{tiny.build(name, folder / name)}"
+    return lambda name: f"hf:{models.build(name, folder / name)}"
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ BROAD = {
     "harness/worker.py": "the side under test may raise anything",
     "harness/ranks.py": "the side under test may raise anything",
     "harness/plugins.py": "the side under test may raise anything when it is imported",
+    "harness/faults/lab.py": "the side under test may raise anything",
     "harness/campaign.py": "around a stage's measure function",
     "harness/adapters/images.py": "the side under test refuses a layout in its own way",
     "harness/adapters/text.py": "the tokenizers library raises bare Exception",

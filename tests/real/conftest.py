@@ -14,7 +14,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))  # tiny.py
 
 
 def pytest_collection_modifyitems(config, items):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import tiny
+
+from harness.faults import models
 
 TEXT_ONLY = ("deepseek_v32", "gpt_oss", "kimi_linear", "inkling2")
 
@@ -17,7 +18,7 @@ def folder(tmp_path_factory):
 def test_an_architecture_is_accepted_against_itself(verify, folder, need, name):
     """Sparse attention, sinks, recurrent state, block residuals and images are judged right where they are right."""
     need("transformers")
-    checkpoint = tiny.build(name, folder / name)
+    checkpoint = models.build(name, folder / name)
     outcome = verify(f"hf:{checkpoint}", f"hf:{checkpoint}?dtype=bfloat16")
     assert outcome.code == 0, outcome.complaints()
     assert outcome.stages["text"] == "PASSED"
@@ -30,7 +31,7 @@ def test_an_architecture_is_accepted_against_itself(verify, folder, need, name):
 def test_a_scaled_linear_is_refused_at_its_layer(verify, folder, need, tmp_path):
     """The twin that must fail: one matrix of one layer scaled by 3 %, and the first finding lies in that layer."""
     need("transformers")
-    checkpoint = tiny.build("llama", folder / "llama")
+    checkpoint = models.build("llama", folder / "llama")
     port = tmp_path / "port.py"
     port.write_text(
         "import torch\n"

@@ -60,6 +60,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "num_experts_per_tok": 2,
         "sliding_window": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "truncate": False,
+        },
     },
     "deepseek_v3": _DSV3,
     "deepseek_v32": {**_DSV3, **_INDEX},

@@ -1,0 +1,23 @@
+"""The catalogue of known mistakes and harmless differences, as code. Knows how they get in; must not know limits.
+
+`TABLE` holds them by name; importing this package fills it.
+"""
+
+from harness.faults import (
+    attention,
+    experts,
+    harmless,
+    numbers,
+    pictures,
+    selection,
+    states,
+    taps,
+    weights,
+)
+from harness.faults.catalogue import TABLE, Injection, NoPlace
+from harness.faults.parts import Parts
+
+__all__ = [
+    "TABLE", "Injection", "NoPlace", "Parts", "attention", "experts", "harmless", "numbers", "pictures", "selection",
+    "states", "taps", "weights",
+]  # fmt: skip

@@ -1,0 +1,134 @@
+"""`day0 prove`: which injections on which architectures, and what is written. Knows the catalogue and the bench."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from harness.checklist import load_checklists
+from harness.errors import EXIT_REFUSED, UsageError, nearest
+from harness.faults import TABLE, models
+from harness.faults.bench import Proof, Row, prove
+from harness.faults.catalogue import Injection
+from harness.faults.lab import Subject, make_lab
+from harness.faults.pending import PENDING
+from harness.faults.table import as_data, failed, line, markdown
+from harness.plugins import default_checkpoint, parse_spec
+
+BUILTIN = "builtin"
+ARCHITECTURES = (
+    BUILTIN, "llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "kimi_linear", "qwen3_next", "glm5_next",
+    "inkling2", "qwen3_vl_moe",
+)  # fmt: skip
+SAMPLED = ("gpt_oss", "deepseek_v32", "kimi_linear", "qwen3_vl_moe", BUILTIN)
+"""Architectures of a sample: sinks and windows, sparse, recurrent, pictures, and a port that is no module."""
+SAMPLE_FAULTS, SAMPLE_BENIGN = 10, 2
+"""Injections of a sample for each of them."""
+
+
+def run(
+    *, everything: bool, architectures: str, only: str, seed: int, out: Path | None, json_file: Path | None,
+    say: Callable[[str], None],
+) -> tuple[list[Row], int]:  # fmt: skip
+    """Prove, write what is asked for, and return the rows and the exit code. Raises UsageError for unknown words."""
+    names = _architectures(architectures, everything, say)
+    wanted = _wanted(only)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="day0-prove-") as scratch:
+        for name in names:
+            chosen = list(wanted or _chosen(name, everything, seed))
+            say(f"{name}: recording the reference")
+            proof = Proof(make_lab(_subject(name, Path(scratch), seed), load_checklists()))
+            rows += prove(proof, chosen, lambda row: say(line(row)))
+            proof.close()
+    if not rows:
+        raise UsageError("nothing was tried: none of these injections gets into these architectures")
+    about = {"seed": seed, "architectures": list(names), "everything": everything}
+    if json_file is not None:
+        json_file.write_text(as_data(rows, PENDING, **about))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "prove.json").write_text(as_data(rows, PENDING, **about))
+        (out / "prove.md").write_text(markdown(rows, PENDING))
+    return rows, EXIT_REFUSED if failed(rows) else 0
+
+
+def _architectures(words: str, everything: bool, say: Callable[[str], None]) -> list[str]:
+    """Return the architectures to prove on. Raises UsageError for one that is not known, or cannot be built here."""
+    asked = [w.strip() for w in words.split(",") if w.strip()]
+    for word in asked:
+        if word not in ARCHITECTURES:
+            raise UsageError(f"unknown architecture {word!r}{nearest(word, list(ARCHITECTURES))}")
+    names = asked or list(ARCHITECTURES if everything else SAMPLED)
+    if importlib.util.find_spec("transformers") is None:
+        missing = [n for n in names if n != BUILTIN]
+        if asked and missing:
+            raise UsageError(f"{', '.join(missing)}: needs transformers; pip install 'day0[hf]'")
+        say("transformers is not installed (pip install 'day0[hf]'): only the built-in pair is proved")
+        names = [BUILTIN]
+    return names
+
+
+def _wanted(words: str) -> list[Injection]:
+    """Return the injections that are named by id or by name. Raises UsageError for one that is not known."""
+    found: list[Injection] = []
+    pending = {p.id: p for p in PENDING}
+    for word in (w.strip() for w in words.split(",") if w.strip()):
+        named = [row for row in TABLE.rows.values() if word in (row.name, row.id)]
+        if not named and word in pending:
+            raise UsageError(f"{word} is pending: {pending[word].says}: {pending[word].why}")
+        if not named:
+            known = sorted({w for row in TABLE.rows.values() for w in (row.name, row.id)})
+            raise UsageError(f"unknown injection {word!r}{_near(word, known)}; --all tries every one")
+        found += named
+    return found
+
+
+def _near(word: str, known: list[str]) -> str:
+    hint = nearest(word, known)
+    return hint if len(hint) < 80 else ""
+
+
+def _chosen(name: str, everything: bool, seed: int) -> Iterable[Injection]:
+    """Return all injections, or a sample of both kinds that differs from architecture to architecture."""
+    via = "taps" if name == BUILTIN else "module"
+    if everything:
+        return [row for row in TABLE.rows.values() if row.via == via]
+    draw = random.Random(f"prove-{seed}-{name}")
+    picked: set[str] = set()
+    for kind, count in (("fault", SAMPLE_FAULTS), ("benign", SAMPLE_BENIGN)):
+        names = sorted(n for n, row in TABLE.of(kind, via).items() if "long_context" not in row.stages[:1])
+        picked |= set(draw.sample(names, min(count, len(names))))
+    return [row for row in TABLE.rows.values() if row.name in picked]
+
+
+def _subject(name: str, scratch: Path, seed: int) -> Subject:
+    """Return what an architecture is proved on; a small random model is made for it."""
+    if name == BUILTIN:
+        spec = "builtin:reference"
+        checkpoint = default_checkpoint(parse_spec(spec))
+        assert checkpoint is not None
+        return Subject(name=name, checkpoint=checkpoint, reference=spec, accel="builtin:accel")
+    folder = models.build(name, scratch / name, seed=seed)
+    spec = f"hf:{folder}?attn=eager"
+    return Subject(name=name, checkpoint=folder, reference=spec, accel=spec)
+
+
+def quiet() -> None:
+    """Keep a model library's own progress out of the way, and small operations on few threads."""
+    import logging
+    import os
+
+    import torch
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    if importlib.util.find_spec("transformers") is not None:
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()

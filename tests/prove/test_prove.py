@@ -1,0 +1,99 @@
+"""`day0 prove`: what it says, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from harness import cli
+from harness.faults import TABLE, Injection, NoPlace
+from harness.faults.bench import Row
+from harness.faults.pending import PENDING
+from harness.faults.table import as_data, failed, markdown, scores
+
+
+def test_a_fault_is_found_and_a_harmless_difference_is_not(tmp_path, capsys):
+    """One fault and one harmless difference of the built-in port: refused at its place, accepted; exit 0."""
+    words = ["--architecture", "builtin", "--only", "tap_attention_scaled,tap_keys_in_another_order"]
+    assert cli.run(["prove", *words, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "recording the reference" in said.err
+    data = json.loads((tmp_path / "prove.json").read_text())
+    assert data["format"] == "day0.prove/1"
+    assert data["proved"]
+    fault, harmless = data["rows"]
+    assert (fault["outcome"], fault["tap"], fault["place_right"]) == ("detected", "layers.2.attn", True)
+    assert harmless["outcome"] == "accepted"
+    assert fault["naive"]["cosine 0.99"] is False
+    assert harmless["naive"]["relative 1e-3"] is True
+    assert "| relative 1e-3 |" in (tmp_path / "prove.md").read_text()
+
+
+def test_a_module_is_broken_by_structure(capsys):
+    """A fault of a transformers model sits in a middle layer, found by its build; one without a place is said."""
+    pytest.importorskip("transformers")
+    assert cli.run(["prove", "--architecture", "llama", "--only", "linear_scaled,TX16,nothing"]) == 0
+    said = capsys.readouterr()
+    assert "llama: fault linear_scaled: detected, text at layers.1.attn.o_proj" in said.err
+    assert "llama: fault sinks_dropped: no place" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--architecture", "lama"], "did you mean 'llama'"),
+        (["--only", "linear_scald"], "did you mean 'linear_scaled'"),
+        (["--only", "MC03"], "pending"),
+    ],
+)
+def test_unknown_words_are_usage_errors(capsys, words, message):
+    """A word that names nothing ends with exit 4 and the nearest valid one."""
+    assert cli.run(["prove", *words]) == 4
+    assert message in capsys.readouterr().err
+
+
+def row(outcome: str, kind: str = "fault", **more) -> Row:
+    return Row(architecture="a", name=outcome, id="X", kind=kind, says="s", outcome=outcome, **more)
+
+
+@pytest.mark.parametrize("outcome", ["missed", "alarmed", "broke", "did not move"])
+def test_what_refutes_the_proof_fails_it(outcome):
+    """A missed fault, a false alarm, an injection that broke or moved nothing: none of them passes."""
+    assert failed([row("detected"), row(outcome)]) == [row(outcome)]
+
+
+def test_what_had_no_place_counts_nowhere():
+    """An injection without a place is neither detected nor missed, and scores count what was tried."""
+    rows = [
+        row("detected", place_right=True, naive={"PCC 0.99": True}),
+        row("missed"),
+        row("no place"),
+        row("alarmed", "benign", naive={"PCC 0.99": False}),
+    ]
+    own, *common = scores(rows)
+    assert (own.right, own.faults, own.places, own.false, own.benign) == (1, 2, 1, 1, 1)
+    assert [(s.right, s.false) for s in common if s.rule == "PCC 0.99"] == [(1, 0)]
+    assert json.loads(as_data(rows, PENDING))["proved"] is False
+    assert "missed" in markdown(rows, PENDING)
+
+
+def test_the_catalogue_is_large_and_says_what_it_expects():
+    """At least 60 faults and 15 differences; every fault names stages and words, every pending one a reason."""
+    rows = list(TABLE.rows.values())
+    faults = [r for r in rows if r.kind == "fault"]
+    assert len(faults) >= 60
+    assert len(rows) - len(faults) >= 15
+    assert all(r.stages and r.cause and r.says for r in faults)
+    assert all(p.why for p in PENDING)
+
+
+def test_a_place_that_is_not_there_is_said():
+    """An injection into something that is no decoder finds no place."""
+    import torch
+
+    from harness.faults import Parts
+
+    injection: Injection = TABLE.rows["linear_scaled"]
+    with pytest.raises(NoPlace):
+        injection.inject(Parts(torch.nn.Linear(2, 2)))
