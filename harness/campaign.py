@@ -29,6 +29,7 @@ from harness.report.terminal import Display
 from harness.schedule import Job, Schedule, make_schedule
 from harness.stages import FLOORS, StageView, stage_module
 from harness.standin import carry, not_carried
+from harness.taps import DECISION_KINDS, matches
 from harness.types import (
     STAGES,
     Failure,
@@ -332,9 +333,15 @@ class Campaign:
         if word == "experts":
             return "" if self.plan.info.experts else "the model has no experts"
         if word == "decisions":
-            kinds = {tap.kind for t in _traces(view, "oracle") for tap in t.taps.values()}
+            taps = {tap.name: tap for t in _traces(view, "oracle") for tap in t.taps.values()}
+            made = [name for name, tap in taps.items() if tap.kind in DECISION_KINDS]
+            hidden = self.plan.scope.unobservable
+            if not made:
+                return "the reference makes no decisions (no router, no indexer)"
             return (
-                "" if kinds & {"routing", "selection"} else "the reference makes no decisions (no router, no indexer)"
+                ""
+                if any(not matches(n, hidden) for n in made) or not hidden
+                else (f"every decision is declared unobservable: {'; '.join(sorted(set(hidden.values())))}")
             )
         return out_of_scope(word, self.plan.scope, self.plan.context.capabilities)
 

@@ -113,7 +113,7 @@ class TraceRecorder:
         if self.beat is not None:
             self.beat(tap)
         kind = kind or tapnames.kind_of(tap)
-        if tapnames.is_input(tap) and self._is_handed(tensor):
+        if tapnames.is_input(tap) and kind not in tapnames.DECISION_KINDS and self._is_handed(tensor):
             return tensor
         keep = self._says_something(tap, kind)
         if keep:

@@ -157,7 +157,7 @@ class Taps:
             return value, False
         if not value.is_floating_point():
             chosen = value.dtype in (torch.int32, torch.int64) and tapnames.is_choice(argument)
-            return (self._value(f"{unit}.in.{argument}", value) if chosen else value), False
+            return (self._choice(f"{unit}.in.{argument}", value) if chosen else value), False
         if core and unit in self._named:
             return self._value(f"{unit.rpartition('.')[0]}.core", value), True
         return self._value(f"{unit}.in{label}", value), True
@@ -168,6 +168,14 @@ class Taps:
         if value.numel() == 0 or value.dim() == 0:
             return value
         assert self.record is not None
+        return self.learn(value, self.record(tap, value))
+
+    def _choice(self, tap: str, value: Tensor) -> Tensor:
+        """Record what a unit was told to choose, known or not: between choosing and using, a choice may be changed."""
+        assert self.record is not None
+        if value.numel() == 0 or value.dim() == 0:
+            return value
+        value = self.standing_for(value) if self.known(value) else value
         return self.learn(value, self.record(tap, value))
 
     def _after(self, name: str, output: Any) -> Any:

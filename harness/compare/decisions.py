@@ -18,6 +18,8 @@ from harness.types import Measurement, Tap, Trace
 FLIPS_ALLOWED, FLIPS_PER_FLOOR_FLIP = 4, 3
 """Flips that are not counted as excess: honest ports stay below 4 + 3 x the floor's own."""
 
+_ROUTER = re.compile(r"\.(router|gate)(\.out\.\d+)?$")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
@@ -96,9 +98,20 @@ def _rows(trace: Trace, name: str, rows: int) -> Tensor | None:
 
 
 def _scores(trace: Trace, name: str, rows: int) -> Tensor | None:
-    """Return the scores behind a decision as [R, N]."""
-    scores = _rows(trace, name + ".scores", rows)
-    return scores if scores is not None and scores.is_floating_point() else None
+    """Return the scores behind a decision as [R, N]: its own, an earlier decision's that it repeats, or the router's.
+
+    A router that chooses by other means than top-k still hands out one score by candidate.
+    """
+    own = _rows(trace, name + ".scores", rows)
+    if own is not None:
+        return own if own.is_floating_point() else None
+    before = [n for n in list(trace.taps)[: list(trace.taps).index(name)] if layer_of(n) == layer_of(name)]
+    least = int(trace.tensors[name].max()) + 1 if name in trace.tensors and trace.tensors[name].numel() else 0
+    for earlier in reversed([n for n in before if n.endswith(".scores") or _ROUTER.search(n)]):
+        found = _rows(trace, earlier, rows)
+        if found is not None and found.is_floating_point() and found.shape[1] >= max(least, 2):
+            return found
+    return None
 
 
 def _is_pinned(scene: Scene, name: str) -> bool:
@@ -203,16 +216,11 @@ def _wrong_sets(d: Decision, rows: Tensor) -> tuple[int, int]:
 
 
 def _margin(scene: Scene, d: Decision, rows: Tensor, flips: int, judged: int) -> Measurement:
-    """Return the largest margin of a flip; promised but not measured where flips cannot be weighed."""
-    order = scene.order[d.tap.name]
-    problem, value, where = "", 0.0, {}
-    if flips and (d.scores is None or not d.floor_scores):
-        what = "the scores behind it" if d.scores is None else "a floor's scores"
-        return measured(
-            scene.stage, scene.run, "decision_margin_z", None, subject=d.tap.name, order=order, n=judged,
-            kind=d.tap.kind, problem="missing", detail={"message": f"{flips} flips, and {what} were not recorded"},
-        )  # fmt: skip
-    if flips and d.scores is not None and d.accel is not None:
+    """Return the largest margin of a flip. Those without scores are judged by their number alone."""
+    order, value, where = scene.order[d.tap.name], 0.0, {}
+    unweighed = flips > 0 and (d.scores is None or not d.floor_scores)
+    detail = {"message": f"{flips} flips judged by their number: no scores were recorded"} if unweighed else {}
+    if flips and not unweighed and d.scores is not None and d.accel is not None:
         uncertainty = torch.stack(
             [score_error(actual=f, expected=d.scores, valid=d.valid) for f in d.floor_scores]
         ).amax(dim=0)
@@ -226,5 +234,5 @@ def _margin(scene: Scene, d: Decision, rows: Tensor, flips: int, judged: int) ->
         value, where = float(z.max()), {"token": int(z.argmax()) // d.groups}
     return measured(
         scene.stage, scene.run, "decision_margin_z", value, subject=d.tap.name, order=order, n=judged,
-        kind=d.tap.kind, where=where, problem=problem,
+        kind=d.tap.kind, where=where, detail=detail,
     )  # fmt: skip

@@ -155,12 +155,28 @@ def test_a_later_decision_is_judged_where_the_earlier_ones_agree() -> None:
     assert value(found, "decision_margin_z", f"{TOPK}.1").value == 0.0
 
 
-def test_flips_without_scores_cannot_be_weighed() -> None:
-    """A flip whose scores nobody recorded is promised but not measured; without flips nothing is needed."""
+def test_flips_without_scores_are_judged_by_their_number() -> None:
+    """Without scores one flip is within what honest ports do, and says that it was not weighed; many are too many."""
     oracle = {k: v for k, v in routed().items() if k != SCORES}
-    accel = flipped(oracle, 7, oracle[TOPK][7].add(1).remainder(EXPERTS))
-    assert value(compare(accel, oracle, run_of(2)), "decision_margin_z").problem == "missing"
-    assert value(compare(noisy(oracle, 9), oracle, run_of(2)), "decision_margin_z").value == 0.0
+    one = compare(flipped(oracle, 7, oracle[TOPK][7].add(1).remainder(EXPERTS)), oracle, run_of(2))
+    assert value(one, "decision_margin_z").value == 0.0
+    assert "no scores were recorded" in value(one, "decision_margin_z").detail["message"]
+    assert value(one, "decision_flips_excess").value <= 0
+    many = {**noisy(oracle, 9), TOPK: oracle[TOPK].add(1).remainder(EXPERTS)}
+    assert value(compare(many, oracle, run_of(2)), "decision_flips_excess").value > 0
+
+
+def test_a_choice_that_is_changed_on_its_way_is_weighed_by_the_scores_before_it() -> None:
+    """What the experts are told is a decision of its own; it is held to the router's scores."""
+    oracle = routed()
+    told = "layers.0.moe.experts.in.top_k_index"
+    oracle = {SCORES: oracle[SCORES], TOPK: oracle[TOPK], told: oracle[TOPK].clone(), "layers.0.moe": hidden(3)}
+    accel = noisy(oracle, 9)
+    accel[TOPK], accel[told] = oracle[TOPK].clone(), oracle[told].clone()
+    accel[told][7] = oracle[SCORES][7].argsort()[:2]
+    found = compare(accel, oracle, run_of(2))
+    assert value(found, "decision_margin_z", TOPK).value == 0
+    assert value(found, "decision_margin_z", told).value > 50
 
 
 def test_a_port_that_hides_its_choices_is_missing_them() -> None:
