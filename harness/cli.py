@@ -174,16 +174,27 @@ def compare(
     actual: Annotated[Path, typer.Argument(metavar="ACTUAL_DIR", help="Traces of the port.")],
     expected: Annotated[Path, typer.Argument(metavar="EXPECTED_DIR", help="Traces of the reference.")],
     checklists: ChecklistsFlag = None,
+    mapping: Annotated[
+        Path | None, typer.Option("--map", metavar="FILE", help="Mapping of the port's names to canonical ones.")
+    ] = None,
+    propose_map: Annotated[
+        bool, typer.Option("--propose-map", help="Print such a mapping, found by content, and stop.")
+    ] = False,
 ) -> None:
     """Judge two folders of traces; no model is needed."""
     for folder in (actual, expected):
         if not folder.is_dir():
             raise UsageError(f"expected a folder of traces at {folder}, found none")
-    from harness.offline import compare_dirs
+    if propose_map and mapping is not None:
+        raise UsageError("expected --map or --propose-map, found both")
+    from harness import offline
     from harness.report.terminal import make_display
 
     with _bad_input():
-        results = compare_dirs(actual, expected, checklists)
+        if propose_map:
+            typer.echo(offline.propose_map(actual, expected), nl=False)
+            return
+        results = offline.compare_dirs(actual, expected, checklists, mapping=mapping)
     make_display(tuple(s.name for s in results.stages)).close(results)
     raise typer.Exit(results.exit_code)
 

@@ -48,6 +48,7 @@ _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
+_KINDS = {"logits": "logits", "inputs.token_ids": "input"}
 _LIVE: dict[int, Recorder] = {}
 
 
@@ -270,19 +271,23 @@ class Recorder:
         scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        tensors, gaps = {}, {}
+        ids = [state.ids.get(i) for i in range(len(state.ids))]
+        whole = [i for i in ids if i is not None]
+        tensors: dict[str, tuple[tuple[str, ...], torch.Tensor]] = {}
+        gaps: dict[str, str] = {}
+        if whole and len(whole) == len(ids):
+            tensors["inputs.token_ids"] = (("token",), torch.tensor(whole, dtype=torch.int64))
         for name, (axes, parts) in state.parts.items():
             tensor, places = _joined(axes, parts)
             tensors[name] = (axes, tensor)
             if places and places != list(range(len(places))):
                 gaps[name] = f"positions {_spans(places)}"
         rows, parts_bytes = _write_parts(scratch, tensors)
-        ids = [state.ids.get(i) for i in range(len(state.ids))]
         manifest = {
             "format": FORMAT,
             "digests": "blake2b",
             "setup": self._setup(tensors),
-            "run": self._run(request, ids),
+            "run": self._run(request, whole if len(whole) == len(ids) else []),
             "tensors": rows,
             "parts": parts_bytes,
             "facts": {
@@ -305,11 +310,10 @@ class Recorder:
         layout = {k: int(v) for k, v in self.layout.items() if k in ("tp", "ep", "pp", "sp")}
         return {"side": "accel", "role": "accel", "adapter": "dropin", "dtype": usual, "layout": layout}
 
-    def _run(self, request: str, ids: list[int | None]) -> dict[str, Any]:
-        whole = [i for i in ids if i is not None]
+    def _run(self, request: str, ids: list[int]) -> dict[str, Any]:
         case: dict[str, Any] = {"id": request, "kind": "text", "source": "recorded"}
-        if whole and len(whole) == len(ids):
-            case["token_ids"] = whole
+        if ids:
+            case["token_ids"] = ids
         return {"id": f"recorded/{request}", "stage": "text", "kind": "forward", "case": case}
 
     def _shard(self, name: str) -> int | str | None:
@@ -464,7 +468,7 @@ def _write_parts(
             length += size
         file, key = seen[digest]
         rows.append({
-            "tap": {"name": name, "kind": "logits" if name == "logits" else "hidden", "dims": list(axes)}, "file": file,
+            "tap": {"name": name, "kind": _KINDS.get(name, "hidden"), "dims": list(axes)}, "file": file,
             "key": key, "dtype": _name(tensor.dtype), "shape": list(tensor.shape), "digest": digest,
         })  # fmt: skip
     if part:

@@ -1,7 +1,7 @@
 """Two folders of traces against each other, no model needed (`day0 compare`). Knows traces, compare and gate.
 
-Traces of both folders are paired by what was asked (input, replay level), not by name: goldens and runs lie under
-different names. What has no counterpart is an ERROR.
+Traces of both folders are paired by what was asked (input, replay level), not by name: goldens, runs and recordings of
+other engines lie under different names. What has no counterpart is an ERROR.
 """
 
 from __future__ import annotations
@@ -16,65 +16,151 @@ from typing import Any
 from harness import gate
 from harness.checklist import load_checklists
 from harness.compare import compare_run
+from harness.compare.run import is_mandatory
+from harness.compare.subject import measured
 from harness.diagnose import explain
 from harness.errors import TraceError
-from harness.golden import load_trace
+from harness.golden import load_recordings
+from harness.mapping import apply_mapping, proposal_text, propose, read_mapping
 from harness.report.results import Environment, Results, build_results
-from harness.types import STAGES, Criterion, Measurement, Scope, StageResult, Trace, as_json, digest_of
+from harness.types import STAGES, Failure, Measurement, Scope, StageResult, Trace, digest_of
 
-_COMPARABLE = ("forward", "steps", "simulate", "ranks", "generate")
-_COMPARED = ("exact_mismatches", "input_rel_rms_error", "error_ratio", "accumulated_ratio", "logits_kl_ratio")
-_DECIDED = ("decision_margin_z", "decision_flips_excess", "decision_size_mismatches", "decision_outside_valid")
+_COMPARABLE = ("forward", "steps", "simulate", "ranks")
 
 
-def compare_dirs(actual: Path, expected: Path, checklists: Path | None = None) -> Results:
-    """Judge the traces in `actual` by those in `expected`. Raises TraceError for an unreadable or empty folder."""
+def compare_dirs(
+    actual: Path, expected: Path, checklists: Path | None = None, *, mapping: Path | None = None
+) -> Results:
+    """Judge the traces in `actual` by those in `expected`, the former brought to canonical names by a mapping file.
+
+    Raises TraceError for an unreadable or empty folder, MappingError for a mapping that cannot be used.
+    """
     promises = load_checklists(checklists)
-    ours = [t for t in _traces(actual) if t.run.kind in _COMPARABLE and t.run.kind != "generate"]
-    theirs = [t for t in _traces(expected) if t.run.kind in _COMPARABLE]
-    if not ours:
-        raise TraceError(f"expected traces of forwards in {actual}, found none; name a folder that `day0` recorded")
-    oracles, floors = _answers(theirs)
+    rows = read_mapping(mapping) if mapping is not None else []
+    ours = [apply_mapping(t, rows) if rows else t for t in _comparable(actual)]
+    oracles, floors = _answers(_comparable(expected))
     by_stage: dict[str, list[Measurement]] = defaultdict(list)
+    extra: set[str] = set()
+    coarse: set[str] = set()
+    if not any(_asked(trace, oracles) in oracles for trace in ours):
+        raise TraceError(f"{_unpaired(ours[0], oracles, expected).message}; record the same token ids on both sides")
     for trace in ours:
         stage = trace.run.stage if trace.run.stage in STAGES else "text"
-        key = _question(trace)
-        measured = compare_run(
-            stage=stage,
-            run=trace.run,
-            oracle=oracles.get(key),
-            floors=[f for f in floors[key] if _phased(f) == _phased(trace)] or floors[key],
-            accel=trace,
-            scope=Scope(),
-            dtype=trace.setup.dtype,
-        )
-        by_stage[stage] += measured
+        key = _asked(trace, oracles)
+        oracle = oracles.get(key)
+        by_stage[stage] += _compared(stage, trace, oracle, oracles, floors[key], expected)
+        coarse |= {f.setup.dtype for f in floors[key] if f.setup.dtype != (trace.run.dtype or trace.setup.dtype)}
+        extra |= set(trace.tensors) - set(oracle.tensors) if oracle is not None else set()
     stages = [_judged(stage, by_stage[stage], promises, actual, expected) for stage in STAGES if stage in by_stage]
+    unseen = f"{len(extra)} taps of {actual} have no counterpart: {', '.join(sorted(extra)[:8])}" if extra else ""
+    other = f"the floor was recorded in {', '.join(sorted(coarse))}, not in the port's precision" if coarse else ""
     missing = "" if any(floors.values()) else "no floor was recorded: every value is held to half an ulp of the port"
     return build_results(
         stages,
         claimed={"traces": str(actual)},
-        not_covered=[s for s in ("load and startup: traces hold neither", missing) if s],
+        not_covered=[s for s in ("load and startup: traces hold neither", missing, other, unseen) if s],
         environment=Environment(digests={"checklists": promises.digest}),
         questions=promises.questions,
         partial=True,
         partial_reason="traces alone were compared",
-        command=f"day0 compare {actual} {expected}",
+        command=f"day0 compare {actual} {expected}" + (f" --map {mapping}" if mapping else ""),
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
 
 
-def _traces(folder: Path) -> list[Trace]:
-    manifests = sorted(folder.rglob("manifest.json")) if folder.is_dir() else []
-    if not manifests:
-        raise TraceError(f"expected recorded traces below {folder}, found no manifest.json; `day0 record` makes some")
-    return [load_trace(m.parent) for m in manifests]
+def propose_map(actual: Path, expected: Path) -> str:
+    """Return the text of a mapping file for the first request that both folders hold. Raises TraceError."""
+    oracles, _ = _answers(_comparable(expected))
+    for trace in _comparable(actual):
+        oracle = oracles.get(_asked(trace, oracles))
+        if oracle is not None and not trace.run.level:
+            placed, lost = propose(trace, oracle)
+            if not placed:
+                raise TraceError(f"none of {len(lost)} expected taps was found in {actual}; nothing can be proposed")
+            return proposal_text(placed, lost, trace)
+    raise TraceError(f"expected a request that was recorded in both {actual} and {expected}, found none")
 
 
-def _question(trace: Trace) -> str:
-    """Return what a trace answers: the input, the replay level, whether decisions were given."""
-    run = trace.run
-    return digest_of([as_json(run.case) if run.case else None, run.level, run.pin_decisions, list(run.taps)])
+def _comparable(folder: Path) -> list[Trace]:
+    found = [t for t in load_recordings(folder) if t.run.kind in _COMPARABLE and t.run.observe]
+    if not found:
+        raise TraceError(f"expected traces of forwards in {folder}, found none; name a folder that `day0` recorded")
+    return found
+
+
+def _compared(
+    stage: str,
+    trace: Trace,
+    oracle: Trace | None,
+    others: dict[str, Trace],
+    floors: Sequence[Trace],
+    expected: Path,
+) -> list[Measurement]:
+    """Measure one trace; one that is empty, or has no counterpart or another kind of values, as a named problem."""
+    if not trace.tensors or (oracle is not None and not oracle.tensors):
+        who = "the port's" if not trace.tensors else "the expected"
+        return _told(stage, trace, "empty", f"{who} trace {trace.run.id} holds no tensor")
+    counterpart: Trace | Failure = oracle if oracle is not None else _unpaired(trace, others, expected)
+    found = compare_run(
+        stage=stage,
+        run=trace.run,
+        oracle=counterpart,
+        floors=[f for f in floors if _phased(f) == _phased(trace)] or floors,
+        accel=trace,
+        scope=Scope(),
+        dtype=trace.run.dtype or trace.setup.dtype,
+    )
+    return [*found, *(_kinds(stage, trace, oracle) if oracle is not None else [])]
+
+
+def _told(stage: str, trace: Trace, problem: str, message: str, *subjects: str) -> list[Measurement]:
+    metric = "error_ratio" if trace.run.level else "accumulated_ratio"
+    return [
+        measured(stage, trace.run, metric, None, subject=s, problem=problem, detail={"message": message})
+        for s in subjects or ("*",)
+    ]
+
+
+def _kinds(stage: str, trace: Trace, oracle: Trace) -> list[Measurement]:
+    """Measure taps that are whole numbers on one side alone, and layers whose expected value says nothing, as such."""
+    found: list[Measurement] = []
+    for name, tap in oracle.taps.items():
+        if name not in trace.tensors:
+            continue
+        ours, theirs = trace.tensors[name], oracle.tensors[name]
+        if ours.is_floating_point() != theirs.is_floating_point() and tap.kind != "mask":
+            message = f"expected values of {theirs.dtype}, found {ours.dtype}: not the same kind of tensor"
+            found += _told(stage, trace, "error", message, name)
+        elif is_mandatory(tap) and tap.kind in ("hidden", "logits") and not theirs.any():
+            found += _told(stage, trace, "no_signal", "the expected value is zero everywhere", name)
+    return found
+
+
+def _unpaired(trace: Trace, others: dict[str, Trace], expected: Path) -> Failure:
+    """Return why a trace has no counterpart, with the nearest thing that is there."""
+    count = len(trace.run.case.token_ids or ()) if trace.run.case else 0
+    there = sorted({len(o.run.case.token_ids or ()) for o in others.values() if o.run.case})
+    lengths = ", ".join(map(str, there)) or "none"
+    message = (
+        f"no trace in {expected} answers the same input ({count} tokens, replay level {trace.run.level}); there are "
+        f"requests of {lengths} tokens"
+    )
+    return Failure(run=trace.run.id, kind="refused", message=message)
+
+
+def _asked(trace: Trace, oracles: dict[str, Trace]) -> str:
+    """Return what a port's trace answers: in its own precision, where that was recorded, or the declared."""
+    own = _question(trace, trace.run.dtype or trace.setup.dtype)
+    return own if own in oracles else _question(trace, trace.run.dtype)
+
+
+def _question(trace: Trace, dtype: str) -> str:
+    """Return what a trace answers: the input itself, the replay level, whether decisions were given, the precision."""
+    run, case = trace.run, trace.run.case
+    asked: list[Any] = [run.level, run.pin_decisions, dtype]
+    if case is not None:
+        asked += [case.token_ids, case.prompt, case.messages, case.image_at, [i.rgb for i in case.images]]
+    return digest_of(asked)
 
 
 def _phased(trace: Trace) -> Any:
@@ -82,23 +168,29 @@ def _phased(trace: Trace) -> Any:
 
 
 def _answers(traces: Iterable[Trace]) -> tuple[dict[str, Trace], dict[str, list[Trace]]]:
-    """Return the oracle and the floors by question. Where no trace says `oracle`, every trace stands for one."""
-    traces = [t for t in traces if t.run.kind != "generate"]
+    """Return the oracle and the floors by question. Where no trace says `oracle`, every trace stands for one.
+
+    Of two answers to one question the one with more taps stands.
+    """
+    traces = list(traces)
     named = any(t.setup.role == "oracle" for t in traces)
     oracles: dict[str, Trace] = {}
     floors: dict[str, list[Trace]] = defaultdict(list)
     for trace in traces:
+        key = _question(trace, trace.run.dtype)
         if trace.setup.role == "floor":
-            floors[_question(trace)].append(trace)
+            floors[key].append(trace)
         elif trace.setup.role == "oracle" or not named:
-            oracles.setdefault(_question(trace), trace)
+            known = oracles.get(key)
+            if known is None or len(trace.tensors) > len(known.tensors):
+                oracles[key] = trace
     return oracles, floors
 
 
 def _judged(
     stage: str, measurements: Sequence[Measurement], promises: Any, actual: Path, expected: Path
 ) -> StageResult:
-    criteria = [c for c in promises.by_stage[stage] if _told(c, measurements)]
+    criteria = [c for c in promises.by_stage[stage] if any(gate.covers(c, m) for m in measurements)]
     verdicts, unjudged = gate.judge(
         criteria=criteria, measurements=measurements, in_scope=lambda _: "", today=datetime.date.today()
     )
@@ -115,9 +207,3 @@ def _judged(
         findings=tuple(findings),
         unjudged=tuple(unjudged),
     )
-
-
-def _told(criterion: Criterion, measurements: Sequence[Measurement]) -> bool:
-    """Say whether traces can say something about a criterion: memory, tokens, weights are not promised here."""
-    known = criterion.metric in (*_COMPARED, *_DECIDED)
-    return known and any(gate.covers(criterion, m) for m in measurements)

@@ -2,5 +2,6 @@
 
 from harness.mapping.apply import apply_mapping
 from harness.mapping.file import Row, parse_mapping, read_mapping
+from harness.mapping.propose import proposal_text, propose
 
-__all__ = ["Row", "apply_mapping", "parse_mapping", "read_mapping"]
+__all__ = ["Row", "apply_mapping", "parse_mapping", "proposal_text", "propose", "read_mapping"]

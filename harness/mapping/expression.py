@@ -5,6 +5,7 @@
     x + y  x - y  -x  x * 0.5  x / 2                          numbers only as factors
     cat(x, y, axis=-1)     stack(x, y, axis=0)     take(x, [2, 0, 1], axis=-1)     blocks(x, [1, 0], axis=-1)
     reshape(x, 5, -1)      permute(x, 1, 0, 2)     transpose(x, 0, 1)              squeeze(x, 0)   unsqueeze(x, 0)
+    flatten(x, 1, -1)      unflatten(x, -1, 4, -1) one axis into several
     halves(x, heads=4)     interleave(x, heads=4)  the two layouts of rotated pairs, along the last axis
 
 `blocks` cuts an axis into as many equal pieces as there are numbers and puts them in that order (heads, experts);
@@ -136,6 +137,8 @@ _FUNCTIONS: dict[str, Callable[[Sequence[Tensor], Sequence[Any], dict[str, Any]]
     "transpose": lambda t, n, w: t[0].transpose(int(n[0]), int(n[1])),
     "squeeze": lambda t, n, w: t[0].squeeze(int(n[0])),
     "unsqueeze": lambda t, n, w: t[0].unsqueeze(int(n[0])),
+    "flatten": lambda t, n, w: t[0].flatten(int(n[0]), int(n[1])),
+    "unflatten": lambda t, n, w: torch.unflatten(t[0], int(n[0]), [int(i) for i in n[1:]]),
     "halves": lambda t, n, w: _paired(t, w, halves=True),
     "interleave": lambda t, n, w: _paired(t, w, halves=False),
 }
@@ -143,7 +146,7 @@ _TENSORS = {"cat": (1, 64), "stack": (1, 64)}
 """Least and most tensors that a function takes, where it is not one."""
 _NUMBERS = {
     "take": (1, 1), "blocks": (1, 1), "reshape": (1, 8), "permute": (1, 8), "transpose": (2, 2), "squeeze": (1, 1),
-    "unsqueeze": (1, 1),
+    "unsqueeze": (1, 1), "flatten": (2, 2), "unflatten": (3, 8),
 }  # fmt: skip
 _WORDS = {"cat": {"axis"}, "stack": {"axis"}, "take": {"axis"}, "blocks": {"axis"}, "halves": {"heads"},
           "interleave": {"heads"}}  # fmt: skip
