@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness import taps as tapnames
+from harness.statistics import Statistics, as_facts, statistics_of
 from harness.types import Tap
 
 VERSION = 2
@@ -86,6 +88,7 @@ class TraceRecorder:
         keep: Sequence[str] = (),
         beat: Callable[[str], None] | None = None,
         oracle: bool = False,
+        statistics: bool = False,
     ) -> None:
         self.pins, self.keep, self.beat = pins, tuple(keep), beat
         self.wants_parts = oracle and pins is not None and pins.level >= 3
@@ -93,6 +96,7 @@ class TraceRecorder:
         self.taps: dict[str, Tap] = {}
         self.notes: dict[str, str] = {}
         self._parts: dict[str, list[tuple[int, Tensor]]] = {}
+        self._told: dict[str, list[tuple[int, Statistics]]] | None = {} if statistics else None
         self._pinned: set[str] = set()
         self._handed: dict[int, tuple[Tensor, int]] = {}
 
@@ -164,7 +168,7 @@ class TraceRecorder:
         """Say whether a tap is worth keeping: a replay isolates hidden taps up to its level, and those alone."""
         if self.pins is not None and kind in tapnames.PINNED_KINDS and tapnames.level_of(tap) > self.pins.level:
             return False
-        return tapnames.matches(tap, self.keep)
+        return self._told is not None or tapnames.matches(tap, self.keep)
 
     def _store(self, tap: str, tensor: Tensor, kind: str, dims: str) -> None:
         count = self.stop - self.start
@@ -173,10 +177,13 @@ class TraceRecorder:
             dims = dims or "token head feature"
         if tap not in self.taps:
             self.taps[tap] = Tap(name=tap, kind=kind, dims=tuple(dims.split()) or self._axes(tap, tensor))
-            self._parts[tap] = []
         elif "token" not in self.taps[tap].dims:
             return  # without a token axis a second call cannot be joined; the first stands for the run
-        self._parts[tap].append((self.stop, tensor.detach().to("cpu", copy=True).contiguous()))
+        if self._told is not None:
+            self._told.setdefault(tap, []).append((self.stop, statistics_of(tensor)))
+            if not self.keep or not tapnames.matches(tap, self.keep):
+                return
+        self._parts.setdefault(tap, []).append((self.stop, tensor.detach().to("cpu", copy=True).contiguous()))
 
     def _by_head(self, tap: str, rows: int) -> bool:
         """Say whether rows of a matrix are tokens times heads: by an earlier call, else by their number."""
@@ -215,7 +222,15 @@ class TraceRecorder:
     def tokens(self, tap: str) -> int:
         """Return how many tokens of a tap are recorded so far (0 without one)."""
         dims = self.taps[tap].dims if tap in self.taps else ()
-        return len(set(_rows(self._parts[tap], dims))) if "token" in dims else 0
+        calls: Sequence[tuple[int, Any]] = (self._parts if self._told is None else self._told)[tap] if dims else ()
+        return len(set(_rows(calls, dims))) if "token" in dims else 0
+
+    def statistics(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the statistics by tap, one entry per call, as plain JSON values; nothing unless they were asked for.
+
+        Keys of an entry: as `harness.statistics.as_facts`.
+        """
+        return {tap: as_facts([each for _, each in calls]) for tap, calls in (self._told or {}).items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the recorded tensors, spans joined along the token axis. Shapes as in the port."""
@@ -253,7 +268,7 @@ def _fitted(pinned: Tensor, tensor: Tensor, dims: tuple[str, ...], kind: str, st
     return None
 
 
-def _rows(parts: Sequence[tuple[int, Tensor]], dims: tuple[str, ...]) -> list[int]:
+def _rows(parts: Sequence[tuple[int, Any]], dims: tuple[str, ...]) -> list[int]:
     """Return the tokens that the rows of some parts belong to; part i ends with token `stop - 1`."""
     axis = dims.index("token")
     return [token for stop, part in parts for token in range(stop - part.shape[axis], stop)]

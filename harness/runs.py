@@ -52,7 +52,10 @@ def execute(bench: Bench, run: Run, *, pins: Pins | None, expected: Trace | None
     }
     if run.kind not in kinds:
         raise PortError(f"expected a run of kind {', '.join(sorted(kinds))}, found {run.kind!r} in {run.id}")
-    recorder = TraceRecorder(pins=pins, keep=run.taps, beat=bench.beat, oracle=bench.setup.role == "oracle")
+    statistics = bool(run.options.get("statistics"))
+    recorder = TraceRecorder(
+        pins=pins, keep=run.taps, beat=bench.beat, oracle=bench.setup.role == "oracle", statistics=statistics
+    )
     torch.manual_seed(run.case.seed if run.case else 0)
     before = _reset_peak()
     begin = time.perf_counter()
@@ -63,6 +66,8 @@ def execute(bench: Bench, run: Run, *, pins: Pins | None, expected: Trace | None
     facts.setdefault("resident_before_bytes", before)
     facts["pinned"] = sorted(recorder.pinned)
     facts["notes"] = dict(recorder.notes)
+    if statistics:
+        facts["statistics"] = recorder.statistics()
     facts["modules"] = dict(getattr(bench.adapter, "module_paths", {}))
     return Trace(setup=bench.setup, run=run, taps=recorder.taps, tensors=recorder.tensors(), facts=facts)
 

@@ -23,7 +23,7 @@ ROWS = (
     {"golden"},
     {"checkpoint", "metrics", "cases", "mapping"},
     {"recorder"},
-    {"adapter"},
+    {"adapter", "statistics"},
     {"taps"},
     {"types", "errors", "dropin"},
 )
