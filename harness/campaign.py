@@ -196,6 +196,7 @@ class Campaign:
         done = 0
         for role, roles in (("oracle", ("oracle",)), ("floor", ("floor", "floor_j1", "floor_j2"))):
             wanted = Schedule(jobs=tuple(jobs), folders={}).of(*roles)
+            wanted.sort(key=lambda j: (j.run.dtype != "", roles.index(j.role)))
             todo = [j for j in wanted if not (keep and is_current(j.folder, j.run, j.setup))]
             failure = self.plan.described["reference"].get("failure")
             if failure is not None:

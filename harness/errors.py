@@ -14,6 +14,8 @@ Day0Error
 
 from __future__ import annotations
 
+import re
+
 EXIT_ACCEPTED, EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_INTERNAL, EXIT_USAGE, EXIT_NOTHING = 0, 1, 2, 3, 4, 5
 
 
@@ -67,6 +69,19 @@ class NothingToVerify(Day0Error):
     """No stage is in scope."""
 
     exit_code = EXIT_NOTHING
+
+
+def user_frame(stack: str) -> str:
+    """Return the innermost line of a stack that is neither torch's, nor a library's, nor day0's: `port.py line 95`.
+
+    Understands a traceback (innermost last) and a dump of a hung thread (innermost first).
+    """
+    frames = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
+    own = [f for f in frames if not re.search(r"site-packages|dist-packages|lib/python|/harness/|^<", f[0])]
+    if not own:
+        return ""
+    file, line, function = own[0] if "most recent call first" in stack else own[-1]
+    return f"{file.rpartition('/')[2]} line {line} in {function}"
 
 
 def nearest(word: str, known: list[str]) -> str:

@@ -66,6 +66,8 @@ def exercised(plan: Plan, stages: Sequence[StageResult], view: Callable[[str], S
 
 def not_covered(plan: Plan, stages: Sequence[StageResult]) -> list[str]:
     """Return in sentences what this run therefore does not say."""
+    if "failure" in plan.described["accel"]:
+        return ["everything: the port could not be opened, so it claimed nothing"]
     sentences = [f"{feature}: {why}" for feature, why in plan.scope.off.items() if feature not in plan.skipped]
     unobserved: dict[str, list[str]] = {}
     for glob, why in plan.scope.unobservable.items():

@@ -43,7 +43,8 @@ def concurrent(port: Any, run: Run, beat: Callable[[str], None]) -> Facts:
     """Run two requests of different length alone, then interleaved in two slots (run kind `concurrent`).
 
     Options: `other`, the token ids of the second request; the first is the run's case.
-    Returns: `alone` and `together` [ids, ids]; `max_logit_difference` over the steps whose ids agree so far.
+    Returns: `alone` and `together` [ids, ids]; `repeatable`, whether a request alone gives the same twice (tried only
+    where the two differ); `max_logit_difference` over the steps whose ids agree so far.
     """
     if run.case is None or run.case.token_ids is None:
         raise PortError(f"run {run.id}: expected a case of token ids, found {run.case!r}")
@@ -58,11 +59,20 @@ def concurrent(port: Any, run: Run, beat: Callable[[str], None]) -> Facts:
         for step, (a, b) in enumerate(zip(logits_a, logits_b, strict=True)):
             if ids_a[:step] == ids_b[:step]:
                 worst = torch.maximum(worst, (a.double() - b.double()).abs().max())
+    again = []
+    if float(worst) > 0 or [ids for ids, _ in alone] != [ids for ids, _ in together]:
+        beat("the same two requests, each alone again")
+        again = [_drain([_request(port, prompt, steps)])[0] for prompt in prompts]
     return {
+        "repeatable": all(_equal(a, b) for a, b in zip(alone, again, strict=False)),
         "alone": [ids for ids, _ in alone],
         "together": [ids for ids, _ in together],
         "max_logit_difference": float(worst),
     }
+
+
+def _equal(first: tuple[TokenIds, list[Tensor]], second: tuple[TokenIds, list[Tensor]]) -> bool:
+    return first[0] == second[0] and all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
 
 
 def _request(port: Any, prompt: TokenIds, steps: int) -> Iterator[tuple[int, Tensor]]:

@@ -43,7 +43,12 @@ def parse_spec(text: str) -> Spec:
     """Parse a SPEC string. Raises SpecError where it names no known kind or its query is malformed."""
     head, mark, rest = text.strip().partition(":")
     if not mark or not head or not rest:
-        raise SpecError(f"expected KIND:TARGET, FILE.py:factory or package.module:factory, found {text!r}")
+        hint = ""
+        if head.endswith(".py"):
+            hint = f" (did you mean '{head}:port', the name of your function after the colon?)"
+        elif (Path(head).expanduser() / "config.json").is_file():
+            hint = f" (did you mean 'hf:{head}'?)"
+        raise SpecError(f"expected KIND:TARGET, FILE.py:factory or package.module:factory, found {text!r}{hint}")
     if head == "openai" and not rest.startswith(("http://", "https://")):
         raise SpecError(f"expected a URL like openai:http://127.0.0.1:8000/v1, found {text!r}")
     if head in ("openai", "serve"):

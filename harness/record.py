@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import SpecError, TraceError
+from harness.errors import SpecError, TraceError, user_frame
 from harness.golden import load_failure, load_trace, read_manifest, save_failure
 from harness.types import Failure, Run, Setup, Trace, as_json
 
@@ -165,17 +165,16 @@ class Session:
             return dict(reply["facts"])
         if reply["kind"] == "usage":
             raise SpecError(reply["message"])
-        return Failure(
-            run=run, kind=reply["kind"], message=reply["message"], last_tap=self._last_words(), stack=reply["stack"]
-        )
+        message = _with_place(reply["message"], reply["stack"])
+        return Failure(run=run, kind=reply["kind"], message=message, last_tap=self._last_words(), stack=reply["stack"])
 
     def _hung(self, process: subprocess.Popen[str], run: str, limit_s: float) -> Failure:
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.5)
         failure = Failure(
             run=run, kind="hang", last_tap=self._last_words(), stack=self._stack(),
-            message=f"expected an answer within {limit_s:g} s, found none; the worker was stopped. "
-            "If the port is only slow, raise [watchdog] run_s or load_s in day0.toml",
+            message=_with_place(f"expected an answer within {limit_s:g} s, found none", self._stack())
+            + "; the worker was stopped. If the port is only slow, raise [watchdog] run_s or load_s in day0.toml",
         )  # fmt: skip
         self._process = None
         _kill(process)
@@ -195,7 +194,7 @@ class Session:
         return Failure(
             run=run,
             kind=kind,
-            message=f"the worker ended with {name}{hint}",
+            message=_with_place(f"the worker ended with {name}{hint}", self._stack()),
             last_tap=self._last_words(),
             stack=self._stack() or tail,
         )
@@ -218,6 +217,12 @@ class Session:
             return (self.folder / "log.txt").read_text(errors="replace")[-8000:]
         except OSError:
             return ""
+
+
+def _with_place(message: str, stack: str) -> str:
+    """Add to a message where in the port's own code it was, if a stack shows it."""
+    place = user_frame(stack)
+    return f"{message} (at {place})" if place and place not in message else message
 
 
 def _read_line(process: subprocess.Popen[str], limit_s: float) -> str | None:

@@ -15,6 +15,7 @@ from harness.report.results import Results, StageReport
 from harness.types import Layout, Status
 
 TEMPLATES = Path(__file__).with_name("templates")
+STACK_LINES = 40
 
 
 def stage_page(results: Results, stage: StageReport) -> str:
@@ -26,11 +27,33 @@ def stage_page(results: Results, stage: StageReport) -> str:
         title=words.TITLES.get(stage.name, stage.name),
         sentence=words.stage_sentence(stage),
         counts=words.counts(stage).capitalize(),
-        skipped=[v for v in stage.verdicts if v.status in (Status.SKIPPED, Status.BLOCKED)],
+        skipped=_skipped(stage),
         reproduce=reproduce_lines(results, stage),
-        facts=rows_of(stage.facts),
+        failures=_failures(stage),
+        facts=rows_of({k: v for k, v in stage.facts.items() if k not in ("failures", "traceback")}),
         **_shared(results),
     )
+
+
+def _skipped(stage: StageReport) -> dict[str, list[str]]:
+    """Return the ids of the criteria that were not judged, by reason."""
+    found: dict[str, list[str]] = {}
+    for verdict in stage.verdicts:
+        if verdict.status in (Status.SKIPPED, Status.BLOCKED):
+            found.setdefault(verdict.reason or verdict.status.value, []).append(verdict.criterion.id)
+    return found
+
+
+def _failures(stage: StageReport) -> list[dict[str, Any]]:
+    """Return the runs that broke off, by message, each with one stack; and the traceback of the stage itself."""
+    found: dict[str, dict[str, Any]] = {}
+    for failure in stage.facts.get("failures", ()):
+        entry = found.setdefault(failure["message"], {"message": failure["message"], "runs": [], "stack": ""})
+        entry["runs"].append(failure["run"])
+        entry["stack"] = entry["stack"] or failure.get("stack", "")
+    if stage.facts.get("traceback"):
+        found[""] = {"message": stage.reason, "runs": [stage.name], "stack": str(stage.facts["traceback"])}
+    return list(found.values())
 
 
 def summary_page(results: Results) -> str:
@@ -153,6 +176,11 @@ def _plain(value: Any) -> str:
     return " ".join(str(value).split()).replace("```", "'''")
 
 
+def _fenced(value: Any) -> str:
+    """Return the last lines of a stack, unable to end its fence."""
+    return "\n".join(str(value).replace("```", "'''").strip().splitlines()[-STACK_LINES:])
+
+
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
@@ -164,7 +192,7 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     environment.filters.update(
-        cell=escape_cell, text=escape_text, code=code_span, plain=_plain, number=words.number,
+        cell=escape_cell, text=escape_text, code=code_span, plain=_plain, fenced=_fenced, number=words.number,
         value=words.value_text, where=words.where_text, limit=words.limit_text,
     )  # fmt: skip
     return environment

@@ -24,6 +24,7 @@ STYLES = {
     Status.SKIPPED: "dim", Status.BLOCKED: "yellow", Status.WAIVED: "yellow",
 }  # fmt: skip
 PLAIN_WIDTH = 118
+SEEN_CHARACTERS = 400
 
 
 class Display(Protocol):
@@ -202,6 +203,9 @@ def _failure_lines(stage: StageReport) -> list[RenderableType]:
     lines: list[RenderableType] = [Text(f"{words.place_label(stage)}: {words.place(finding)}", style="bold")]
     if finding.cause:
         lines.append(Text(f"likely cause: {finding.cause}"))
+    if finding.message:
+        seen = " ".join(finding.message.split())
+        lines.append(Text(f"what was seen: {seen[:SEEN_CHARACTERS]}{'...' if len(seen) > SEEN_CHARACTERS else ''}"))
     if finding.reproduce:
         lines.append(Text(f"reproduce: {finding.reproduce}"))
     return lines

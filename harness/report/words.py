@@ -74,10 +74,14 @@ def usage(verdict: Verdict) -> float:
 
 
 def worst_verdict(stage: StageReport) -> Verdict | None:
-    """Return the verdict to show first: of the first finding's place, else the one that used its limit most."""
+    """Return the verdict to show first: of the first finding's place, else the one that used its limit most.
+
+    Memory against a plan is shown only where it fails: a plan is generous, so how much of it was used says little.
+    """
     judged = [v for v in stage.verdicts if v.status not in (Status.SKIPPED, Status.BLOCKED)]
     bad = [v for v in judged if v.status in _BAD and v.criterion.blocking]
-    pool = bad or [v for v in judged if v.criterion.blocking] or judged
+    telling = [v for v in judged if v.criterion.blocking and not v.criterion.metric.endswith("_over_plan")]
+    pool = bad or telling or [v for v in judged if v.criterion.blocking] or judged
     if not pool:
         return None
     if bad and stage.findings:

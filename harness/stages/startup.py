@@ -179,7 +179,8 @@ def _concurrent(run: Run, facts: Mapping[str, Any]) -> Measurement:
     count = sum(len(ids) for ids in facts["alone"])
     if count == 0:
         return measured(NAME, run, "concurrency_mismatches", None, "slots", problem="empty", detail=dict(facts))
-    return measured(NAME, run, "concurrency_mismatches", wrong, "slots", n=count, detail=dict(facts))
+    subject = "slots" if facts.get("repeatable", True) else "slots.repeat"
+    return measured(NAME, run, "concurrency_mismatches", wrong, subject, n=count, detail=dict(facts))
 
 
 def _serve(run: Run, facts: Mapping[str, Any]) -> Iterator[Measurement]:

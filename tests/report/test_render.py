@@ -54,7 +54,7 @@ def test_a_page_says_what_was_not_judged_and_how_to_see_it_again(refused):
     """Unjudged measurements, skipped criteria with their reason, the command, and the manual questions are there."""
     page = markdown.stage_page(refused, refused.stage("text"))
     assert "no criterion covers it: cosine of layers.0" in page
-    assert "`text.phases`: the port has one phase only" in page
+    assert "text.phases: the port has one phase only" in page
     assert "day0 verify --stage text --set accel.options.only=q" in page
     assert "- [ ] Does the answer to a question that you know read right?" in page
 
@@ -206,3 +206,15 @@ def test_the_tightest_criterion_is_shown():
     stage = StageResult(name="text", status=Status.PASSED, verdicts=(verdict("text.r", Status.PASSED, 0.2), least))
     assert words.worst_verdict(run([stage]).stages[0]).criterion.id == "text.share"
     assert words.worst_verdict(run([SKIPPED]).stages[0]) is None
+
+
+def test_a_run_that_broke_off_shows_its_stack_in_a_fence(refused):
+    """A traceback keeps its lines, once for all the runs with the same message, and is no cell of a table."""
+    failure = {"message": "ValueError: no", "stack": 'Traceback\n  File "port.py", line 3\n    ```x'}
+    stage = refused.stage("text").model_copy(
+        update={"facts": {"failures": [{**failure, "run": "a"}, {**failure, "run": "b"}], "wall": 1}}
+    )
+    page = markdown.stage_page(refused, stage)
+    assert "ValueError: no (a, b)" in page
+    assert "```\nTraceback\n  File \"port.py\", line 3\n    '''x\n```" in page
+    assert "| failures" not in page
