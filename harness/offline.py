@@ -23,6 +23,7 @@ from harness.errors import TraceError
 from harness.golden import load_recordings
 from harness.mapping import apply_mapping, proposal_text, propose, read_mapping
 from harness.report.results import Environment, Results, build_results
+from harness.taps import DECISION_KINDS
 from harness.types import STAGES, Failure, Measurement, Scope, StageResult, Trace, digest_of
 
 _COMPARABLE = ("forward", "steps", "simulate", "ranks")
@@ -100,7 +101,10 @@ def _compared(
     if not trace.tensors or (oracle is not None and not oracle.tensors):
         who = "the port's" if not trace.tensors else "the expected"
         return _told(stage, trace, "empty", f"{who} trace {trace.run.id} holds no tensor")
-    counterpart: Trace | Failure = oracle if oracle is not None else _unpaired(trace, others, expected)
+    counterpart: Trace | Failure = _unpaired(trace, others, expected)
+    problems: list[Measurement] = []
+    if oracle is not None:
+        counterpart, problems = _alike(stage, trace, oracle)
     found = compare_run(
         stage=stage,
         run=trace.run,
@@ -110,30 +114,40 @@ def _compared(
         scope=Scope(),
         dtype=trace.run.dtype or trace.setup.dtype,
     )
-    return [*found, *(_kinds(stage, trace, oracle) if oracle is not None else [])]
+    return [*found, *problems]
 
 
-def _told(stage: str, trace: Trace, problem: str, message: str, *subjects: str) -> list[Measurement]:
+def _told(stage: str, trace: Trace, problem: str, message: str, subject: str = "*") -> list[Measurement]:
     metric = "error_ratio" if trace.run.level else "accumulated_ratio"
-    return [
-        measured(stage, trace.run, metric, None, subject=s, problem=problem, detail={"message": message})
-        for s in subjects or ("*",)
-    ]
+    detail = {"message": message}
+    return [measured(stage, trace.run, metric, None, subject=subject, problem=problem, detail=detail)]
 
 
-def _kinds(stage: str, trace: Trace, oracle: Trace) -> list[Measurement]:
-    """Measure taps that are whole numbers on one side alone, and layers whose expected value says nothing, as such."""
-    found: list[Measurement] = []
+def _alike(stage: str, trace: Trace, oracle: Trace) -> tuple[Trace, list[Measurement]]:
+    """Return what can be compared of the oracle, and as problems what cannot.
+
+    Taps that are whole numbers on one side alone, layers whose expected value says nothing, decisions that the port
+    does not show: the comparison itself would call some of these a number.
+    """
+    problems: list[Measurement] = []
+    left_out: set[str] = set()
     for name, tap in oracle.taps.items():
-        if name not in trace.tensors:
-            continue
-        ours, theirs = trace.tensors[name], oracle.tensors[name]
-        if ours.is_floating_point() != theirs.is_floating_point() and tap.kind != "mask":
+        theirs = oracle.tensors[name]
+        ours = trace.tensors.get(name)
+        if ours is None:
+            if tap.kind in DECISION_KINDS:
+                problems += _told(stage, trace, "missing", "the port did not record it", name)
+        elif ours.is_floating_point() != theirs.is_floating_point() and tap.kind != "mask":
+            left_out.add(name)
             message = f"expected values of {theirs.dtype}, found {ours.dtype}: not the same kind of tensor"
-            found += _told(stage, trace, "error", message, name)
+            problems += _told(stage, trace, "error", message, name)
         elif is_mandatory(tap) and tap.kind in ("hidden", "logits") and not theirs.any():
-            found += _told(stage, trace, "no_signal", "the expected value is zero everywhere", name)
-    return found
+            problems += _told(stage, trace, "no_signal", "the expected value is zero everywhere", name)
+    kept = [name for name in oracle.taps if name not in left_out]
+    if not left_out:
+        return oracle, problems
+    taps, tensors = {n: oracle.taps[n] for n in kept}, {n: oracle.tensors[n] for n in kept}
+    return dataclasses.replace(oracle, taps=taps, tensors=tensors), problems
 
 
 def _unpaired(trace: Trace, others: dict[str, Trace], expected: Path) -> Failure:

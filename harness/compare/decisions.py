@@ -105,6 +105,8 @@ def _scores(trace: Trace, name: str, rows: int) -> Tensor | None:
     own = _rows(trace, name + ".scores", rows)
     if own is not None:
         return own if own.is_floating_point() else None
+    if name not in trace.taps:
+        return None
     before = [n for n in list(trace.taps)[: list(trace.taps).index(name)] if layer_of(n) == layer_of(name)]
     least = int(trace.tensors[name].max()) + 1 if name in trace.tensors and trace.tensors[name].numel() else 0
     for earlier in reversed([n for n in before if n.endswith(".scores") or _ROUTER.search(n)]):
