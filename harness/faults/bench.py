@@ -18,6 +18,7 @@ import torch
 
 from harness.adapters.hf import OPTIONS, load_module
 from harness.adapters.module import Loaded, ModuleAdapter
+from harness.errors import PortError
 from harness.faults.catalogue import Injection, NoPlace
 from harness.faults.lab import Judged, Lab, Traces, loaded, tried
 from harness.faults.naive import naive
@@ -153,6 +154,8 @@ class Proof:
             ports(self.lab.setup)
         except NoPlace as why:
             return self._made(injection, "no place", note=str(why))
+        except PortError as why:  # whatever a model raises while its inputs are being found out
+            return self._made(injection, "no place" if "NoPlace" in str(why) else "broke", note=str(why))
         if ports.broke:
             return self._made(injection, "broke", note=ports.broke)
         try:

@@ -105,7 +105,7 @@ def router_one_less(parts: Parts) -> Places:
     """One expert less is chosen."""
     router = parts.router()
     count = _count(router)
-    on_topk(router, lambda call: torch.topk(**{**call, "k": call["k"] - 1}), lambda x: x.shape[-1] >= count)
+    on_topk(router, lambda x, k: torch.topk(x, k - 1), lambda x: x.shape[-1] >= count)
     return _routed(parts, router)
 
 
@@ -115,11 +115,11 @@ def topk_last_wrong(parts: Parts) -> Places:
     router = parts.router()
     count = _count(router)
 
-    def change(call: dict[str, Any]) -> Any:
-        values, indices = torch.topk(**call)
+    def change(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        values, indices = torch.topk(x, k)
         wrong = indices.clone()
         wrong[..., -1] = 0
-        return torch.return_types.topk((values, wrong))
+        return values, wrong
 
     on_topk(router, change, lambda x: x.shape[-1] >= count)
     return _routed(parts, router)
@@ -135,13 +135,11 @@ def group_of_the_best(parts: Parts) -> Places:
     router = router_of(parts.layer(grouped))
     inside = _count(router) // int(router.num_group)
 
-    def change(call: dict[str, Any]) -> Any:
-        values, indices = torch.topk(**call)
-        if call.get("k") != 2 or values.dim() != 3:
-            return torch.return_types.topk((values, indices))
+    def change(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        values, indices = torch.topk(x, k)
         values = values.clone()
         values[..., 1:] = 0
-        return torch.return_types.topk((values, indices))
+        return values, indices
 
     on_topk(router, change, lambda x: x.dim() == 3 and x.shape[-1] == inside)
     return _routed(parts, router)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.faults.catalogue import NoPlace, benign
 from harness.faults.parts import Part, Parts, router_of
-from harness.faults.ways import Calls, given, on_output, widen_logits, within
+from harness.faults.ways import Calls, given, on_output, on_topk, widen_logits, within
 
 
 @benign("BN18")
@@ -182,9 +182,26 @@ def experts_by_another_kernel(parts: Parts) -> None:
             own._experts_implementation = "eager"
 
 
+@benign("BN07")
+def ties_in_another_order(parts: Parts) -> None:
+    """The top-k of routers lists what it chose in another order."""
+
+    def change(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        values, indices = torch.topk(x, k)
+        return values.flip(-1), indices.flip(-1)
+
+    parts.router()
+    for layer in parts.layers:
+        try:
+            router = router_of(layer)
+        except NoPlace:
+            continue
+        on_topk(router, change, lambda x: True)
+
+
 @benign("BN06")
 def choices_in_another_order(parts: Parts) -> None:
-    """Routers list the chosen experts in another order."""
+    """Routers hand on the chosen experts, and their weights, in another order."""
     parts.router()
     for layer in parts.layers:
         try:

@@ -195,7 +195,7 @@ def make_lab(subject: Subject, checklists: Checklists) -> Lab:
     capable = frozenset(capabilities(port))
     context = StageContext(
         info=read_model_info(subject.checkpoint),
-        scope=replace(port.scope, precisions=()),
+        scope=port.scope,
         capabilities=frozenset(c for c in capable if not out_of_scope(c, port.scope, capable)),
         reference_capabilities=frozenset(capabilities(reference)),
         profile="quick",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.faults.parts import Parts
 
@@ -151,19 +152,27 @@ def bind_names(module: nn.Module) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Pass kernels through `change(kernel, arguments)`, which returns NotImplemented to keep one.
+
+    Below what sees torch calls: who watches them sees the changed result, as of a faulty device.
+    """
+
+    def __init__(self, change: Callable[..., Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.change = change
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self.change(func, args)
+        return func(*args, **(kwargs or {})) if result is NotImplemented else result
+
+
 def on_topk(module: nn.Module, change: Callable[..., Any], width: Callable[[Tensor], bool]) -> None:
-    """Replace calls of top-k inside a module, for inputs of some width: `change(keywords)` gives values and indices."""
+    """Change the top-k kernel inside a module, for inputs of some width: `change(x, k)` gives values and indices."""
 
-    def watch(func: Any, args: Any, kwargs: Any) -> Any:
-        if func not in (torch.topk, Tensor.topk) or not width(args[0] if args else kwargs["input"]):
+    def watch(func: Any, args: Any) -> Any:
+        if func is not torch.ops.aten.topk.default or not width(args[0]):
             return NotImplemented
-        return change(dict(zip(("input", "k", "dim"), args, strict=False)) | kwargs)
+        return change(args[0], args[1])
 
-    within(module, lambda: Calls(watch))
-
-
-def length_of(call: Any) -> int:
-    """Return the tokens of a call whose first tensor argument is [batch, token, ...]."""
-    args, kwargs = call
-    first = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
-    return int(first.shape[1])
+    within(module, lambda: Kernels(watch))

@@ -115,7 +115,7 @@ def layers_exchanged(parts: Parts) -> Places:
     return [_name(parts, first), _name(parts, other)]
 
 
-@fault(stage="load", cause="transpose|axes")
+@fault(stage="load", cause="transpose|axes|otherwise|another")
 def matrix_transposed(parts: Parts) -> Places:
     """A square matrix is loaded with its axes exchanged."""
     square = [m.weight for m in parts.attention().modules() if isinstance(m, nn.Linear)
