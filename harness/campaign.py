@@ -130,8 +130,10 @@ class Campaign:
             if kept is None:
                 self.partial.append(f"{name}: {earlier} holds no result of it")
             elif kept["base"] != self._base_key():
+                mine = self._base()
+                other = [word for word in mine if kept.get("of", {}).get(word) != mine[word]]
                 self.partial.append(
-                    f"{name}: its result in {earlier} is of another checkpoint, port, config, checklist or version"
+                    f"{name}: its result in {earlier} does not count, for another {' and another '.join(other)}"
                 )
             elif (
                 not from_json(StageResult, kept["result"]).accepted and kept["result"]["status"] != Status.SKIPPED.value
@@ -157,12 +159,17 @@ class Campaign:
         result = replace(self._judge(name), wall_s=time.perf_counter() - begin)
         path = self.out / "stages" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        words = {"key": self._key(name), "base": self._base_key(), "result": as_json(result)}
+        words = {"key": self._key(name), "base": self._base_key(), "of": self._base(), "result": as_json(result)}
         path.write_text(json.dumps(words, indent=1))
         return result
 
+    def _base(self) -> dict[str, str]:
+        """Return what a kept result must agree in to count, by name."""
+        own = {"checklists": self.checklists.digest, "profile": self.plan.config.run.profile}
+        return {**self.plan.digests, **own}
+
     def _base_key(self) -> str:
-        return digest_of([dict(self.plan.digests), self.checklists.digest, self.plan.config.run.profile])
+        return digest_of(self._base())
 
     def _key(self, name: str) -> str:
         return digest_of([self._base_key(), as_json(self.plan.stages[name])])

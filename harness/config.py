@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from harness.configfile import Where, check_keys, parse_set, query_dtype, read_file
+from harness.configfile import Where, anchor_spec, check_keys, parse_set, query_dtype, read_file
 from harness.errors import ConfigError, UsageError, nearest
 from harness.types import STAGES, Layout, Scope, as_json, digest_of
 
@@ -174,6 +174,8 @@ class Config(_Section):
         find a run whose measurements still stand.
         """
         data = self.model_dump(mode="json", include={"reference", "accel", "scope"})
+        for side in ("reference", "accel"):  # one port has one digest, however its path is spelt
+            data[side]["spec"] = anchor_spec(data[side]["spec"], Path.cwd())
         run = self.run.model_dump(mode="json", include=set(_DIGESTED_RUN_KEYS))
         return digest_of(as_json({**data, "run": run}))
 

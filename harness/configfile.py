@@ -108,13 +108,14 @@ def _anchor(data: dict[str, Any], folder: Path) -> None:
     for side in ("reference", "accel"):
         spec = data.get(side, {}).get("spec")
         if isinstance(spec, str):
-            data[side]["spec"] = _anchor_spec(spec, folder)
+            data[side]["spec"] = anchor_spec(spec, folder)
     python = data.get("accel", {}).get("python")
     if isinstance(python, str) and "/" in python:
         data["accel"]["python"] = _under(folder, python)
 
 
-def _anchor_spec(spec: str, folder: Path) -> str:
+def anchor_spec(spec: str, folder: Path) -> str:
+    """Return a SPEC with a relative path in it made relative to `folder`."""
     for prefix in ("hf:", "traces:"):
         if spec.startswith(prefix):
             return prefix + _under(folder, spec[len(prefix) :])

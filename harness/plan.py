@@ -14,6 +14,7 @@ from typing import Any
 
 from harness.cases import ModelInfo, read_model_info
 from harness.config import Config
+from harness.configfile import anchor_spec
 from harness.errors import CheckpointError, NothingToVerify, SpecError, UsageError
 from harness.golden import Carried, checkpoint_digest
 from harness.plugins import Spec, default_checkpoint, parse_spec
@@ -231,7 +232,7 @@ def widest_port(reference: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def code_digest(spec: str) -> str:
     """Return a digest of a SPEC and of the code that it names: its file, or its package's files."""
-    digest = hashlib.blake2b(spec.encode(), digest_size=16)
+    digest = hashlib.blake2b(anchor_spec(spec, Path.cwd()).encode(), digest_size=16)
     for path in _code_files(parse_spec(spec)):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -4,14 +4,14 @@ from harness.errors import user_frame
 
 TRACEBACK = """Traceback (most recent call last):
   File "/x/harness/worker.py", line 70, in answer
-  File "/home/me/port.py", line 95, in forward
+  File "/srv/port.py", line 95, in forward
   File "/x/lib/python3.11/site-packages/torch/nn/modules/linear.py", line 1, in forward
 ValueError: no
 """
 DUMP = """Thread 0x1 (most recent call first):
   File "/x/lib/python3.11/site-packages/torch/_ops.py", line 1 in __call__
-  File "/home/me/port.py", line 12 in wait
-  File "/home/me/port.py", line 90 in forward
+  File "/srv/port.py", line 12 in wait
+  File "/srv/port.py", line 90 in forward
 """
 
 

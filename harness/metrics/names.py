@@ -20,6 +20,7 @@ METRICS: Mapping[str, str] = {
     "untied_heads": "count",
     "lossy_weight_rel_rms_error": "ratio",
     "narrowed_parameters": "count",
+    "undeclared_precision_share": "share",
     "unchecked_orders": "count",
     "load_peak_over_plan": "ratio",
     # startup

@@ -7,6 +7,7 @@ order that the reference used for the parameter of the same name. Where nothing 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ _WEIGHT_METRICS = (
     "lossy_weight_rel_rms_error",
     "narrowed_parameters",
     "unchecked_orders",
+    "undeclared_precision_share",
 )
 
 
@@ -146,6 +148,7 @@ def _weights(
             message = f"{name} {weights[order]['shape']} comes from no checkpoint tensor"
             value = measured(NAME, run, "unfilled_parameters", 1.0, name, order=order, detail={"message": message})
             found["unfilled_parameters"].append(value)
+    found["undeclared_precision_share"].append(_precision(run, weights, declared=actual["dtype"]))
     looked_at = {"unused_tensors": actual["logical"], "weight_mismatches": actual["elements"]}
     detail = {"outside": actual["outside"], "vouched_by_reference_only": reference.vouched}
     return [
@@ -153,6 +156,21 @@ def _weights(
         for metric in _WEIGHT_METRICS
         for m in _or_none_found(run, metric, found[metric], max(1, looked_at.get(metric, len(weights))), **detail)
     ]
+
+
+def _precision(run: Run, weights: Sequence[Mapping[str, Any]], *, declared: str) -> Measurement:
+    """Measure which share of the elements is held in another of the common precisions than the declared one."""
+    held: Counter[str] = Counter()
+    for weight in weights:
+        held[weight["dtype"]] += math.prod(weight["shape"])
+    common = {d: n for d, n in held.items() if d in ("float64", "float32", "bfloat16", "float16")}
+    total = sum(common.values())
+    share = 1 - common.get(declared, 0) / total if total else 0.0
+    words = ", ".join(f"{n / max(1, held.total()):.0%} {dtype}" for dtype, n in held.most_common())
+    return measured(
+        NAME, run, "undeclared_precision_share", share, "all", n=max(1, total),
+        detail={"message": f"declared {declared}, held: {words}"},
+    )  # fmt: skip
 
 
 _UNTIED = "the configuration ties the output head to the embedding, but memory holds something else here"

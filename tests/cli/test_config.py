@@ -225,3 +225,11 @@ def test_a_precision_that_the_user_claims_is_in_scope():
     scope = load_config(sets=['scope.precisions=["float32"]']).scope.apply(port)
     assert scope.precisions == ("float32",)
     assert dict(scope.off) == {"image": "no tower"}
+
+
+def test_a_port_has_one_digest_however_its_path_is_spelt(tmp_path):
+    """A relative and an absolute path to the same port give equal digests; another port gives another."""
+    near = load_config(sets=["accel.spec=port.py:make"])
+    far = load_config(sets=[f"accel.spec={Path.cwd()}/port.py:make"])
+    assert near.digest == far.digest
+    assert near.digest != load_config(sets=["accel.spec=other.py:make"]).digest

@@ -46,7 +46,9 @@ def test_an_earlier_run_stands_only_for_the_same_port(verify, base):
     assert not any(line.startswith("load:") for line in same.results["scope"]["not_covered"])
     other = verify("nothing", "--after", str(base.out), stage="startup")
     assert other.results["partial"]
-    assert any("of another checkpoint, port" in line for line in other.results["scope"]["not_covered"])
+    assert any(
+        "does not count, for another config and another port" in line for line in other.results["scope"]["not_covered"]
+    )
 
 
 def test_a_refused_run_goes_on_where_it_is_told_to(verify):
