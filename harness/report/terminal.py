@@ -175,7 +175,7 @@ def final(results: Results, run_dir: Path | None = None) -> RenderableType:
     refused = results.first_refused
     if refused is not None:
         lines += _failure_lines(refused)
-        others = [s for s in results.stages if s is not refused and s.findings]
+        others = [s for s in results.stages if s is not refused and s.findings and not s.accepted]
         lines += [Text(f"{s.name}: {words.place_label(s)}: {words.place(s.findings[0])}") for s in others]
     lines += [Text(f"not covered: {sentence}", style="dim") for sentence in results.scope.not_covered]
     if run_dir is not None:

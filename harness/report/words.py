@@ -158,6 +158,8 @@ def run_sentence(results: Results) -> str:
     if results.accepted:
         return f"The port is accepted for what was claimed and exercised: {', '.join(names)}{_reservations(results)}."
     refused = results.first_refused
+    if refused is not None and any(v.criterion.metric == "index_problems" for v in bad_verdicts(refused)):
+        return f"The checkpoint is damaged or incomplete, so nothing is said of the port. {stage_sentence(refused)}"
     if refused is not None:
         return f"The port is not accepted. {stage_sentence(refused)}"
     if results.problems:

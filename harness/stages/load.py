@@ -229,7 +229,9 @@ def _one_weight(run: Run, w: Mapping[str, Any], reference: _Reference, order: in
         return measured(NAME, run, metric, value, w["name"], order=order, detail=detail)
 
     if w["nonfinite"]:
-        yield one("nonfinite_weights", w["nonfinite"], f"{w['nonfinite']} elements are NaN or infinite")
+        own = w["match"] in ("named", "raw") and not w["mismatches"]
+        whose = "; the checkpoint itself holds them" if own else ""
+        yield one("nonfinite_weights", w["nonfinite"], f"{w['nonfinite']} elements are NaN or infinite{whose}")
     if w["narrowed"]:
         yield one("narrowed_parameters", 1.0, f"stored in float32 as an exception, held in {w['dtype']}")
     if w["match"] == "none":
@@ -272,21 +274,36 @@ def _order(w: Mapping[str, Any], reference: _Reference, one: Any) -> Iterator[Me
     if other is not None and other["order"] and w["order"] and not other["unmatched"]:
         same_shape = other["shape"] == w["shape"]
         if same_shape and _canonical(other["order"]) != _canonical(w["order"]):
-            message = f"put together otherwise than the reference's {other['name']} ({other['order'][:200]})"
+            message = f"put together otherwise than the reference's {other['name']} ({_order_words(other['order'])})"
             yield one("provenance_mismatches", 1.0, message)
         elif not same_shape and not plain and not w["regular"]:
-            yield one("unchecked_orders", 1.0, f"no reference of this shape; {w['order'][:200]}")
+            yield one("unchecked_orders", 1.0, f"no reference of this shape; {_order_words(w['order'])}")
         return
     if plain:
         return
     if w["match"] == "named":
-        yield one("provenance_mismatches", 1.0, f"the rows of {w['source']} in another order: {w['order'][:200]}")
+        yield one(
+            "provenance_mismatches", 1.0, f"the rows of {w['source']} in another order: {_order_words(w['order'])}"
+        )
     elif not w["ascending"]:
-        yield one("provenance_mismatches", 1.0, f"numbered tensors in another order: {w['order'][:200]}")
+        yield one("provenance_mismatches", 1.0, f"numbered tensors in another order: {_order_words(w['order'])}")
     elif reference.odd_one_out(w):
-        yield one("provenance_mismatches", 1.0, f"put together otherwise than in most layers: {w['order'][:200]}")
+        yield one(
+            "provenance_mismatches", 1.0, f"put together otherwise than in most layers: {_order_words(w['order'])}"
+        )
     elif _sources(w["order"]) > 1 or not w["regular"]:
-        yield one("unchecked_orders", 1.0, f"no reference parameter of this name; {w['order'][:200]}")
+        yield one("unchecked_orders", 1.0, f"no reference parameter of this name; {_order_words(w['order'])}")
+
+
+def _order_words(order: str) -> str:
+    """Return an order as a person reads it: `rows 0-63 of q_proj.weight, rows 0-15 of k_proj.weight`."""
+    value = json.loads(order)
+    runs = [run for stream in value.get("streams", []) for run in stream]
+    if not runs:
+        return str(value.get("how") or value.get("joined") or order[:120])
+    parts = [f"rows {start}-{start + count - 1} of {source or 'nothing known'}" for source, start, count in runs[:4]]
+    more = [f"{len(runs) - 4} more"] if len(runs) > 4 else []
+    return ", ".join([*parts, *more]) + (", transposed" if value.get("transposed") else "")
 
 
 def _canonical(order: str) -> Any:
