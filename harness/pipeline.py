@@ -150,13 +150,13 @@ def _described_plan(
 ) -> Plan:
     setups = make_setups(config)
     described: dict[str, Mapping[str, Any]] = {}
-    if not any_port:
-        described["accel"] = refused(sessions["accel"].describe(setups["accel"]), "accel")
     answer, stand_in = reference_or_why(config, sessions["reference"], setups, carried)
     chosen = None
     if stand_in:
         chosen = chosen_reference(carried, checkpoint, setups["accel"].dtype)
         answer = chosen.described
+    if not any_port:
+        described["accel"] = refused(sessions["accel"].describe(setups["accel"]), "accel")
     described["reference"] = answer
     if any_port:
         described["accel"] = widest_port(answer)
