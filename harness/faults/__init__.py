@@ -12,6 +12,7 @@ from harness.faults import (
     selection,
     states,
     taps,
+    taps_beyond,
     weights,
 )
 from harness.faults.catalogue import TABLE, Injection, NoPlace
@@ -19,5 +20,5 @@ from harness.faults.parts import Parts
 
 __all__ = [
     "TABLE", "Injection", "NoPlace", "Parts", "attention", "experts", "harmless", "numbers", "pictures", "selection",
-    "states", "taps", "weights",
+    "states", "taps", "taps_beyond", "weights",
 ]  # fmt: skip

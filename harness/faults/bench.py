@@ -5,7 +5,6 @@ An injection is first shown to move what it claims to move, against the same por
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import re
 import time
@@ -16,18 +15,14 @@ from typing import Any
 
 import torch
 
-from harness.adapters.hf import OPTIONS, load_module
-from harness.adapters.module import Loaded, ModuleAdapter
 from harness.errors import PortError
 from harness.faults.catalogue import Injection, NoPlace
-from harness.faults.lab import Judged, Lab, Traces, loaded, tried
+from harness.faults.lab import Judged, Lab, Traces
 from harness.faults.naive import naive
-from harness.faults.parts import Parts
-from harness.faults.tapped import Tapped
-from harness.plugins import open_adapter, parse_spec
-from harness.runs import Bench
+from harness.faults.ports import Ports
+from harness.plugins import parse_spec
 from harness.taps import unit_of
-from harness.types import STAGES, Failure, Finding, Setup, Trace
+from harness.types import STAGES, Failure, Finding, Trace
 
 OUTCOMES = ("detected", "missed", "accepted", "alarmed", "no place", "did not move", "broke")
 
@@ -59,55 +54,6 @@ class Row:
     naive: Mapping[str, bool] = field(default_factory=dict)
     note: str = ""
     wall_s: float = 0.0
-
-
-class Ports:
-    """The port of a subject with an injection (or none), in each precision that is asked for.
-
-    `places` and `broke` are known once the first of them was made.
-    """
-
-    def __init__(self, lab: Lab, modules: dict[str, Any], injection: Injection | None) -> None:
-        self.lab, self.injection = lab, injection
-        self.places: tuple[str, ...] = ()
-        self.broke = ""
-        self._modules, self._made = modules, dict[str, Bench]()
-
-    def __call__(self, setup: Setup) -> Bench:
-        """Return the loaded port of a setup. Raises NoPlace."""
-        if setup.dtype not in self._made:
-            self._made[setup.dtype] = self._port(setup)
-        return self._made[setup.dtype]
-
-    def _port(self, setup: Setup) -> Bench:
-        subject = self.lab.subject
-        if parse_spec(subject.accel).kind != "hf":
-            other = open_adapter(parse_spec(subject.accel), subject.checkpoint, setup)
-            bench = loaded(other, subject.checkpoint, setup)
-            self._inject(lambda: Tapped(other, self.lab.taps()))
-            return bench
-        if setup.dtype not in self._modules:
-            self._modules[setup.dtype] = load_module(subject.checkpoint, setup).module.eval()
-        module = copy.deepcopy(self._modules[setup.dtype])
-        self._inject(lambda: Parts(module))
-        adapter = ModuleAdapter(
-            lambda *_: Loaded(module=module), subject.checkpoint, setup, name=subject.accel, options=OPTIONS
-        )
-        return loaded(adapter, subject.checkpoint, setup)
-
-    def _inject(self, place: Callable[[], Any]) -> None:
-        if self.injection is not None:
-            self.places, self.broke = tried(self.injection.inject, place())
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return what memory is said to hold, by name."""
-        ports: Any = self(self.lab.setup).adapter
-        return {w.name: w.tensor for w in ports.weights()}
-
-    def close(self) -> None:
-        """Let them go."""
-        for bench in self._made.values():
-            bench.adapter.close()
 
 
 class Proof:
@@ -187,18 +133,19 @@ class Proof:
         return [s for s in known if s != "load" or weights]
 
     def _moved(self, ports: Ports, traces: Traces) -> bool:
-        """Say whether anything that was recorded, or any weight, differs from the unbroken port's."""
+        """Say whether a place that the injection names differs from the unbroken port's: a tap, a weight, memory."""
         for stage in [s for s in self.lab.runs if any(folder in traces for folder in self._folders(s))]:
             clean = self.clean(stage)
             for folder in self._folders(stage):
                 mine, other = traces.get(folder), clean.get(folder)
-                if isinstance(mine, Trace) and isinstance(other, Trace) and _differs(mine, other):
+                if any(_matches(name, ports.places) for name in _moved_taps(mine, other)):
                     return True
             if stage == "load":
                 before = self._clean.weights()
-                if any(not _equal(tensor, before[name]) for name, tensor in ports.weights().items()):
+                moved = [name for name, tensor in ports.weights().items() if not _equal(tensor, before[name])]
+                if set(moved) & set(ports.places):
                     return True
-        return any(_takes_more(trace) for trace in traces.values())
+        return "forward" in ports.places and any(_takes_more(trace) for trace in traces.values())
 
     def _naive(self, injection: Injection, ports: Ports, traces: Traces) -> dict[str, bool]:
         """Return what common checks say of the free run of the stage that the injection belongs to."""
@@ -247,11 +194,13 @@ class Proof:
 
 
 def _at(first: Finding | None, places: Sequence[str]) -> bool:
-    """Say whether a finding leads to one of the places: by its tap, or by the unit of it."""
-    if first is None:
-        return False
-    names = {first.tap, unit_of(first.tap)}
-    return any(fnmatch.fnmatchcase(name, place) for name in names for place in places)
+    """Say whether a finding leads to one of the places."""
+    return first is not None and _matches(first.tap, places)
+
+
+def _matches(tap: str, places: Sequence[str]) -> bool:
+    """Say whether a tap is one of the places: by its own name, or by that of the unit that gave it."""
+    return any(fnmatch.fnmatchcase(name, place) for name in (tap, unit_of(tap)) for place in places)
 
 
 def _says(first: Finding | None, words: Sequence[str]) -> bool:
@@ -268,12 +217,14 @@ def _takes_more(trace: Trace | Failure) -> bool:
     return isinstance(trace, Trace) and int(trace.facts.get("peak_bytes", 0)) > 1 << 27
 
 
-def _differs(actual: Trace, expected: Trace) -> bool:
-    if actual.tensors.keys() != expected.tensors.keys() or actual.facts.get("token_ids") != expected.facts.get(
-        "token_ids"
-    ):
-        return True
-    return any(not _equal(value, expected.tensors[name]) for name, value in actual.tensors.items())
+def _moved_taps(actual: Trace | Failure | None, expected: Trace | Failure | None) -> Iterator[str]:
+    """Yield the taps that differ, or that only one side has."""
+    if not isinstance(actual, Trace) or not isinstance(expected, Trace):
+        return
+    for name in {**actual.tensors, **expected.tensors}:
+        mine, other = actual.tensors.get(name), expected.tensors.get(name)
+        if mine is None or other is None or not _equal(mine, other):
+            yield name
 
 
 def _equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import random
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from harness.checklist import load_checklists
 from harness.errors import EXIT_REFUSED, UsageError, nearest
@@ -39,21 +40,28 @@ def run(
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="day0-prove-") as scratch:
         for name in names:
-            chosen = list(wanted or _chosen(name, everything, seed))
-            say(f"{name}: recording the reference")
-            proof = Proof(make_lab(_subject(name, Path(scratch), seed), load_checklists()))
-            rows += prove(proof, chosen, lambda row: say(line(row)))
-            proof.close()
+            via = "taps" if name == BUILTIN else "module"
+            chosen = [row for row in wanted or _chosen(name, via, everything, seed) if row.via == via]
+            if chosen:
+                say(f"{name}: recording the reference")
+                proof = Proof(make_lab(_subject(name, Path(scratch), seed), load_checklists()))
+                rows += prove(proof, chosen, lambda row: say(line(row)))
+                proof.close()
+                _write(rows, out, json_file, {"seed": seed, "architectures": list(names), "everything": everything})
     if not rows:
         raise UsageError("nothing was tried: none of these injections gets into these architectures")
-    about = {"seed": seed, "architectures": list(names), "everything": everything}
+    return rows, EXIT_REFUSED if failed(rows) else 0
+
+
+def _write(rows: Sequence[Row], out: Path | None, json_file: Path | None, about: Mapping[str, Any]) -> None:
+    """Write what is known so far, where it is wanted."""
+    text = as_data(rows, PENDING, **about)
     if json_file is not None:
-        json_file.write_text(as_data(rows, PENDING, **about))
+        json_file.write_text(text)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "prove.json").write_text(as_data(rows, PENDING, **about))
+        (out / "prove.json").write_text(text)
         (out / "prove.md").write_text(markdown(rows, PENDING))
-    return rows, EXIT_REFUSED if failed(rows) else 0
 
 
 def _architectures(words: str, everything: bool, say: Callable[[str], None]) -> list[str]:
@@ -92,9 +100,8 @@ def _near(word: str, known: list[str]) -> str:
     return hint if len(hint) < 80 else ""
 
 
-def _chosen(name: str, everything: bool, seed: int) -> Iterable[Injection]:
+def _chosen(name: str, via: str, everything: bool, seed: int) -> list[Injection]:
     """Return all injections, or a sample of both kinds that differs from architecture to architecture."""
-    via = "taps" if name == BUILTIN else "module"
     if everything:
         return [row for row in TABLE.rows.values() if row.via == via]
     draw = random.Random(f"prove-{seed}-{name}")

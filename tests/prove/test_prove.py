@@ -53,6 +53,15 @@ def test_unknown_words_are_usage_errors(capsys, words, message):
     assert message in capsys.readouterr().err
 
 
+def test_without_transformers_only_the_built_in_pair_is_proved(monkeypatch, capsys):
+    """What is missing is said, with the line that installs it; a named architecture is a usage error."""
+    monkeypatch.setattr("harness.faults.prove.importlib.util.find_spec", lambda name: None)
+    assert cli.run(["prove", "--architecture", "llama"]) == 4
+    assert "pip install 'day0[hf]'" in capsys.readouterr().err
+    assert cli.run(["prove", "--only", "linear_scaled"]) == 4
+    assert "only the built-in pair is proved" in capsys.readouterr().err
+
+
 def row(outcome: str, kind: str = "fault", **more) -> Row:
     return Row(architecture="a", name=outcome, id="X", kind=kind, says="s", outcome=outcome, **more)
 
