@@ -68,7 +68,11 @@ def not_covered(plan: Plan, stages: Sequence[StageResult]) -> list[str]:
     """Return in sentences what this run therefore does not say."""
     if "failure" in plan.described["accel"]:
         return ["everything: the port could not be opened, so it claimed nothing"]
-    sentences = [f"{feature}: {why}" for feature, why in plan.scope.off.items() if feature not in plan.skipped]
+    off: dict[str, list[str]] = {}
+    for feature, why in plan.scope.off.items():
+        if feature not in plan.skipped:
+            off.setdefault(why, []).append(feature)
+    sentences = [f"{', '.join(features)}: {why}" for why, features in off.items()]
     unobserved: dict[str, list[str]] = {}
     for glob, why in plan.scope.unobservable.items():
         unobserved.setdefault(why, []).append(glob)

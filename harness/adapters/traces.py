@@ -95,13 +95,13 @@ class TracesAdapter:
             if trace.run.case is not None
         )
         _check_dtype(self.name, self.traces, setup)
-        layers = _layers(checkpoint)
+        layers, vision = _model(checkpoint)
         self.scope = Scope(
             layouts=(),
             phases=(),
             max_length_tokens=max(len(case.token_ids or ()) for case in self.cases),
             replay=False,
-            unobservable={glob: why for trace in self.traces for glob, why in _unseen(trace, layers).items()},
+            unobservable={glob: why for trace in self.traces for glob, why in _unseen(trace, layers, vision=vision).items()},
             off=dict.fromkeys(_OFF, RECORDED),
         )
 
@@ -169,18 +169,21 @@ def _check_dtype(name: str, traces: Sequence[Trace], setup: Setup) -> None:
         )
 
 
-def _layers(checkpoint: Path | None) -> int:
+def _model(checkpoint: Path | None) -> tuple[int, bool]:
+    """Return the number of layers and whether there is a tower, by the configuration; nothing where there is none."""
     try:
-        return read_model_info(checkpoint).layers if checkpoint is not None else 0
+        info = read_model_info(checkpoint) if checkpoint is not None else None
     except CheckpointError:
-        return 0
+        return 0, False
+    return (info.layers, info.vision) if info is not None else (0, False)
 
 
-def _unseen(trace: Trace, layers: int) -> dict[str, str]:
+def _unseen(trace: Trace, layers: int, *, vision: bool) -> dict[str, str]:
     """Return globs of the mandatory taps that a trace does not hold, each with the reason."""
     names = list(trace.tensors)
     decisions = [n for n in names if tapnames.kind_of(n) in tapnames.DECISION_KINDS]
-    found = {name: _why_unseen(name, trace) for name in ("embed", "merged") if name not in names}
+    whole = ("embed", "merged") if vision else ("embed",)
+    found = {name: _why_unseen(name, trace) for name in whole if name not in names}
     for number in range(layers):
         layer = f"layers.{number}"
         if layer not in names:

@@ -32,6 +32,10 @@ class Seen(Protocol):
         """The rows [T, E]."""
 
     @property
+    def units(self) -> Tensor:
+        """The rows, columns centred and of unit length."""
+
+    @property
     def batch(self) -> bool:
         """Whether the expression keeps a batch of one in front of the rows."""
 
@@ -44,7 +48,7 @@ def layouts(target: Tensor, views: Sequence[Seen], *, alike: Callable[[str], flo
     chosen = _sources(target, usable, alike)
     if not chosen:
         return
-    columns = _best(target, torch.cat([v.rows for v in chosen], dim=1))
+    columns = _best(target, torch.cat([v.units for v in chosen], dim=1))
     if columns is None:
         return
     first = chosen[0]
@@ -53,7 +57,7 @@ def layouts(target: Tensor, views: Sequence[Seen], *, alike: Callable[[str], flo
     yield first.source, _pieced(chosen, columns), all(v.batch for v in chosen)
 
 
-def _unit(rows: Tensor) -> Tensor:
+def unit_columns(rows: Tensor) -> Tensor:
     """Return columns centred, of unit length; constant ones are zero."""
     wide = torch.nan_to_num(rows.float(), nan=0.0, posinf=0.0, neginf=0.0)
     wide = wide - wide.mean(dim=0)
@@ -64,8 +68,8 @@ def _unit(rows: Tensor) -> Tensor:
 def _sources(target: Tensor, views: Sequence[Seen], alike: Callable[[str], float]) -> list[Seen]:
     """Return the views that sampled columns of the target are found in, in the order of their columns."""
     places = torch.linspace(0, target.shape[1] - 1, min(_SAMPLED, target.shape[1])).long()
-    wanted = _unit(target[:, places])
-    scores = torch.stack([(wanted.T @ _unit(v.rows)).max(dim=1).values for v in views])
+    wanted = unit_columns(target[:, places])
+    scores = torch.stack([(wanted.T @ v.units).max(dim=1).values for v in views])
     names = torch.tensor([[alike(v.source)] for v in views])
     best = scores.max(dim=0).values
     if float((best >= CORRELATION).float().mean()) < SHARE:
@@ -80,9 +84,9 @@ def _sources(target: Tensor, views: Sequence[Seen], alike: Callable[[str], float
     return [views[n] for n in kept[:_SOURCES]]
 
 
-def _best(target: Tensor, rows: Tensor) -> list[int] | None:
-    """Return for each column of the target the column of `rows` that it is, or None where too few are found."""
-    score, columns = (_unit(target).T @ _unit(rows)).max(dim=1)
+def _best(target: Tensor, units: Tensor) -> list[int] | None:
+    """Return for each column of the target the column of `units` that it is, or None where too few are found."""
+    score, columns = (unit_columns(target).T @ units).max(dim=1)
     if float((score >= CORRELATION).float().mean()) < SHARE:
         return None
     return [int(c) for c in columns]

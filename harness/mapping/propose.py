@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,34 +20,57 @@ from harness.errors import MappingError
 from harness.mapping.apply import tokens_of
 from harness.mapping.expression import evaluate, parse
 from harness.mapping.file import FORMAT, pattern_of
-from harness.mapping.layouts import layouts
+from harness.mapping.layouts import layouts, unit_columns
 from harness.taps import DECISION_KINDS, EXACT_KINDS
 from harness.types import Trace
 
 TOLERANCE = 0.15
 """Median over tokens of the relative error of what is the same but for rounding. Source: free bf16 runs read 0.004 to
 0.05 on small random models, the residual stream one layer further 0.2 and more."""
+IDS_DIFFER = 0.3
+"""Share of ids that may differ after honest flips; two unrelated choices of 2 in 8 differ in 0.8."""
+FARTHER, NEAR = 4.0, 0.02
+"""How many times the median error of all proposals one may have, and what is near in any case."""
+_PROBED, _FINALISTS = 16, 6
 _LAYER = re.compile(r"(?<![\w])(\d+)(?![\w])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A canonical tap, where it comes from, and how far that is from the expected values."""
+    """A canonical tap, where it comes from, and how far that is from the expected values.
+
+    Of `ids` (routes, selections) `error` is the share that differs.
+    """
 
     tap: str
     source: str
     expr: str
     error: float
+    ids: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class View:
-    """A recorded tensor seen as rows [T, E]; `expr` makes them of it, `batch` says with a batch of one in front."""
+    """A recorded tensor seen as rows [T, E]; `expr` makes them of it, `batch` says with a batch of one in front.
+
+    `raw` is the tensor as it is, where its axes may fit as they are.
+    """
 
     source: str
     expr: str
+    raw: str
     rows: Tensor
     batch: bool = False
+
+    @cached_property
+    def units(self) -> Tensor:
+        """Columns centred, of unit length."""
+        return unit_columns(self.rows)
+
+    @cached_property
+    def probe(self) -> Tensor:
+        """A few columns, to tell from afar."""
+        return _probe(self.rows)
 
 
 def propose(actual: Trace, expected: Trace) -> tuple[list[Proposal], dict[str, str]]:
@@ -74,7 +98,24 @@ def propose(actual: Trace, expected: Trace) -> tuple[list[Proposal], dict[str, s
             placed.append(found)
         else:
             lost[name] = found
-    return placed, lost
+    doubtful = _doubtful(placed)
+    lost |= {p.tap: f"{p.source} is only near it (median relative error {p.error:.2g})" for p in doubtful}
+    order = list(expected.taps)
+    return [p for p in placed if p not in doubtful], dict(sorted(lost.items(), key=lambda item: order.index(item[0])))
+
+
+def _doubtful(placed: Sequence[Proposal]) -> list[Proposal]:
+    """Return proposals further off than rounding makes the others, or than another tap of the same tensor.
+
+    A residual stream changes little from one place to the next: its neighbour is near it, but not it.
+    """
+    errors = torch.tensor([p.error for p in placed if not p.ids] or [0.0])
+    usual = max(FARTHER * float(errors.median()), NEAR)
+    best: dict[tuple[str, str], float] = {}
+    values = [p for p in placed if not p.ids]
+    for p in values:
+        best[p.source, p.expr] = min(p.error, best.get((p.source, p.expr), p.error))
+    return [p for p in values if p.error > usual or p.error > 2 * max(best[p.source, p.expr], NEAR / 10)]
 
 
 def _views(trace: Trace, tokens: int) -> Iterator[View]:
@@ -99,11 +140,12 @@ def _views_of(name: str, expr: str, tensor: Tensor, tokens: int) -> Iterator[Vie
             plain = tensor[0] if batch else tensor
             rows = plain.permute([axis, *rest]).reshape(tokens, -1)
             if axis == 0 and len(rest) <= 1:
-                yield View(source=name, expr=expr, rows=rows, batch=batch)
+                yield View(source=name, expr=expr, raw=expr, rows=rows, batch=batch)
                 continue
             text = f"squeeze({expr}, 0)" if batch else expr
             text = text if axis == 0 else f"permute({text}, {', '.join(map(str, [axis, *rest]))})"
-            yield View(source=name, expr=text if len(rest) <= 1 else f"flatten({text}, 1, -1)", rows=rows)
+            flat = text if len(rest) <= 1 else f"flatten({text}, 1, -1)"
+            yield View(source=name, expr=flat, raw=expr, rows=rows)
 
 
 def _place(
@@ -116,17 +158,39 @@ def _place(
     rows = target.movedim(axis, 0).reshape(tokens, -1)
     if not rows.any():
         return "the expected value is zero everywhere"
-    candidates = [(distance(v.rows, rows, exact=exact), -_alike(v.source, name), v) for v in views]
-    near = sorted(candidates, key=lambda c: c[:2])
-    error, _, best = near[0]
-    whole = [(best.source, best.expr, best.batch)] if error <= TOLERANCE else []
-    pieces = [] if whole or exact else layouts(rows, views, alike=lambda s: _alike(s, name))
-    for source, expr, batch in [*whole, *pieces]:
-        text = _shaped(expr, target, axis, batch=batch)
-        found = _error(source, text, actual, target, axis, exact=exact)
-        if found is not None and found <= TOLERANCE:
-            return Proposal(tap=name, source=source, expr=text, error=found)
-    return f"nearest is {best.source} (median relative error {error:.2g})" if error < 10 else "nothing is like it"
+    near = _nearest(name, rows, views, exact=exact)
+    error, best = near[0] if near else (float("inf"), None)
+    allowed = IDS_DIFFER if exact else TOLERANCE
+    whole = [best] if best is not None and error <= allowed else []
+    texts = [(v.source, text) for v in whole for text in (v.raw, _shaped(v.expr, target, axis, batch=v.batch))]
+    if not whole and not exact:
+        found = layouts(rows, views, alike=lambda s: _alike(s, name))
+        texts = [(source, _shaped(expr, target, axis, batch=batch)) for source, expr, batch in found]
+    for source, text in texts:
+        off = _error(source, text, actual, target, axis, exact=exact)
+        if off is not None and off <= allowed:
+            return Proposal(tap=name, source=source, expr=text, error=off, ids=exact)
+    told = best is not None and error < 10
+    return f"nearest is {best.source} (median relative error {error:.2g})" if told and best else "nothing is like it"
+
+
+def _nearest(name: str, rows: Tensor, views: Sequence[View], *, exact: bool) -> list[tuple[float, View]]:
+    """Return the nearest views of the same size, the nearest first: a few columns tell which are looked at whole."""
+    probe = _probe(rows)
+    alike = [v for v in views if v.rows.shape == rows.shape]
+    from_afar = sorted(((distance(v.probe, probe, exact=exact), -_alike(v.source, name), v) for v in alike), key=_rank)
+    finalists = [v for _, _, v in from_afar[:_FINALISTS]]
+    closer = sorted(((distance(v.rows, rows, exact=exact), -_alike(v.source, name), v) for v in finalists), key=_rank)
+    return [(error, view) for error, _, view in closer]
+
+
+def _rank(item: tuple[float, float, View]) -> tuple[float, float]:
+    return item[:2]
+
+
+def _probe(rows: Tensor) -> Tensor:
+    width = rows.shape[1]
+    return rows if width <= _PROBED else rows[:, torch.linspace(0, width - 1, _PROBED).long()]
 
 
 def distance(actual: Tensor, expected: Tensor, *, exact: bool = False) -> float:
@@ -172,6 +236,8 @@ def _error(source: str, expr: str, actual: Trace, target: Tensor, axis: int, *, 
 
     try:
         value = evaluate(parse(expr), out=out, tap=lambda name: actual.tensors[name])
+        if [n for n in value.shape if n != 1] != [n for n in target.shape if n != 1]:
+            return None
         value = value.reshape(target.shape)
     except (MappingError, RuntimeError, KeyError):
         return None
@@ -185,8 +251,9 @@ def proposal_text(placed: Sequence[Proposal], lost: Mapping[str, str], actual: T
         "# Proposed by content: read it before you use it. A permutation may be the port's layout, or its mistake.",
         f'format = "{FORMAT}"',
     ]
-    for tap, source, expr, errors in _grouped(placed, list(actual.tensors)):
-        lines += ["", f"# median relative error {max(errors):.2g}" + (f", {len(errors)} places" * (len(errors) > 1))]
+    for tap, source, expr, errors, ids in _grouped(placed, list(actual.tensors)):
+        what = "share of ids that differ" if ids else "median relative error"
+        lines += ["", f"# {what} {max(errors):.2g}" + (f", {len(errors)} places" * (len(errors) > 1))]
         lines += ["[[taps]]", f'tap = "{tap}"', f'from = "{source}"']
         lines += [f"expr = '{expr}'"] if expr != "out" else []
     lines += ["", *(f"# not placed: {name}: {why}" for name, why in lost.items())]
@@ -195,7 +262,7 @@ def proposal_text(placed: Sequence[Proposal], lost: Mapping[str, str], actual: T
     return "\n".join(lines) + "\n"
 
 
-def _grouped(placed: Sequence[Proposal], names: Sequence[str]) -> list[tuple[str, str, str, list[float]]]:
+def _grouped(placed: Sequence[Proposal], names: Sequence[str]) -> list[tuple[str, str, str, list[float], bool]]:
     """Put proposals that differ in a number alone into one row, where that row then matches nothing else."""
     groups: dict[tuple[str, str, str], list[Proposal]] = {}
     for p in placed:
@@ -204,9 +271,9 @@ def _grouped(placed: Sequence[Proposal], names: Sequence[str]) -> list[tuple[str
     for (tap, source, expr), members in groups.items():
         matched = {m for m in names if pattern_of(source).fullmatch(m)}
         if "{n}" in tap and len(members) > 1 and matched == {p.source for p in members}:
-            rows.append((tap, source, expr, [p.error for p in members]))
+            rows.append((tap, source, expr, [p.error for p in members], members[0].ids))
         else:
-            rows += [(p.tap, p.source, p.expr, [p.error]) for p in members]
+            rows += [(p.tap, p.source, p.expr, [p.error], p.ids) for p in members]
     return rows
 
 
