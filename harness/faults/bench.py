@@ -20,7 +20,6 @@ from harness.faults.catalogue import Injection, NoPlace
 from harness.faults.lab import Judged, Lab, Traces
 from harness.faults.naive import naive
 from harness.faults.ports import Ports
-from harness.plugins import parse_spec
 from harness.taps import unit_of
 from harness.types import STAGES, Failure, Finding, Trace
 
@@ -64,10 +63,6 @@ class Proof:
         self._modules: dict[str, Any] = {}
         self._clean = Ports(lab, self._modules, None)
         self._clean_traces: Traces = {}
-
-    def ways(self) -> str:
-        """Return how an injection gets into this subject's port: module or taps."""
-        return "module" if parse_spec(self.lab.subject.accel).kind == "hf" else "taps"
 
     def clean(self, stage: str) -> Traces:
         """Return the traces of the unbroken port, recorded once for each stage."""
@@ -242,12 +237,20 @@ def _machine_kept() -> Iterator[None]:
         torch.backends.mkldnn.enabled = mkldnn  # type: ignore[assignment]
 
 
-def prove(proof: Proof, injections: Iterable[Injection], say: Callable[[Row], None]) -> list[Row]:
-    """Return a row for each injection that can be tried on a port; `say` hears each as it ends."""
-    rows = []
+def prove(
+    proof: Proof, injections: Iterable[Injection], say: Callable[[Row], None], most: Mapping[str, int] | None = None
+) -> list[Row]:
+    """Return a row for each injection; `say` hears each as it ends.
+
+    With `most`, at most so many of each kind are tried, and those that have no place are passed over.
+    """
+    rows: list[Row] = []
     for injection in injections:
-        if injection.via == proof.ways():
-            row = proof.row(injection)
+        tried = sum(row.kind == injection.kind for row in rows)
+        if most is not None and tried >= most[injection.kind]:
+            continue
+        row = proof.row(injection)
+        if most is None or row.outcome != "no place":
             rows.append(row)
             say(row)
     return rows

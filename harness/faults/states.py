@@ -61,7 +61,7 @@ def decode_kernel(parts: Parts) -> Places:
     return [parts.tap(attention).rpartition(".")[0], parts.tap(attention), parts.tap(attention, ".*")]
 
 
-@fault("SP17", cause="slot|state|earlier", needs="recurrent state, phases")
+@fault("SP17", cause="slot|state|earlier|only in", needs="recurrent state, phases")
 def state_kept(parts: Parts) -> Places:
     """A new request starts from the recurrent state that the one before left."""
     index, _ = parts.recurrent()

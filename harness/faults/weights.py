@@ -149,7 +149,12 @@ def gate_and_up_exchanged(parts: Parts) -> Places:
     return [name]
 
 
-@fault("LD22", stage="load", cause="order|interleaved|halves|rows|permut", needs="gate and up of experts in one")
+@fault(
+    "LD22",
+    stage="load",
+    cause="order|interleaved|halves|rows|permut|together|another",
+    needs="gate and up of experts in one",
+)
 def gate_and_up_interleaved(parts: Parts) -> Places:
     """Gate and up of all experts are woven into each other where the model keeps them apart (or the reverse)."""
     name, value = _experts_matrix(parts)
@@ -171,7 +176,9 @@ def router_bias_not_loaded(parts: Parts) -> Places:
     """The correction bias of a router is a buffer that the loader forgets: it is zero."""
     router = router_of(parts.layer(lambda m: hasattr(router_of(m), "e_score_correction_bias")))
     router.e_score_correction_bias.data.zero_()
-    return [parts.weight(router, "e_score_correction_bias")]
+    name = parts.weight(router, "e_score_correction_bias")
+    layer = name.split(".layers.")[1].split(".")[0]
+    return [name, f"*.layers.{layer}.*.e_score_correction_bias"]  # a checkpoint may call it otherwise
 
 
 @fault(stage="load", cause="finite")
