@@ -27,7 +27,7 @@ from harness.record import Session
 from harness.report.render import render
 from harness.report.results import Results, build_results
 from harness.report.terminal import Display
-from harness.standin import carried_references, chosen_reference, reference_or_why
+from harness.standin import carried_references, chosen_reference, reference_or_why, write_requests
 from harness.types import STAGES, StageResult, Status
 
 
@@ -134,7 +134,9 @@ def record(config: Config, out: Path, display: Display) -> tuple[int, list[str]]
     try:
         plan = _described_plan(config, checkpoint, sessions, any_port=not port_named)
         campaign = Campaign(plan, sessions, load_checklists(config.run.checklists), display, out)
-        return campaign.record_goldens(), campaign.lost_goldens()
+        count = campaign.record_goldens()
+        write_requests(plan, out / "requests.json")
+        return count, campaign.lost_goldens()
     finally:
         for session in sessions.values():
             session.close()

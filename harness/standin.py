@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,13 @@ def carry(plan: Plan, folder: Path) -> None:
         folder=folder,
     )
     save_carried(carried, plan.checkpoint)
+
+
+def write_requests(plan: Plan, path: Path) -> None:
+    """Write the token ids of the text stage's requests by name, for an engine that is to be recorded on the same."""
+    runs = [run for run in plan.runs("text") if run.kind == "forward" and run.case is not None]
+    ids = {run.case.id: list(run.case.token_ids or ()) for run in runs if run.case is not None and not run.case.images}
+    path.write_text(json.dumps(ids, indent=1))
 
 
 def not_carried(plan: Plan, job: Job) -> Failure:
