@@ -48,6 +48,7 @@ class _Criterion(_Model):
     core: bool = False
     needs: list[str] = []
     practice: str = ""
+    calibrated: str = ""
 
 
 class _Stage(_Model):

@@ -224,6 +224,7 @@ class Criterion:
 
     `subject` and the values of `select` are globs; `select` matches `case`, `run` or any key of `where`. `needs` names
     what must be in scope (`image`, `weights`, `phases`, `serves`, `multi_card`, `chat`, `replay`, `decisions`).
+    `calibrated` says how often honest runs broke it.
     """
 
     id: str
@@ -241,6 +242,7 @@ class Criterion:
     core: bool = False
     needs: tuple[str, ...] = ()
     practice: str = ""
+    calibrated: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
