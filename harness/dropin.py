@@ -11,9 +11,9 @@ Needs torch and the standard library, nothing else; copy it anywhere. It knows n
     x = rec.tap("router.scores", x)                     # or a place of your own: go on with what it returns
     rec.save()                                          # recordings/request-1/rank-0/manifest.json and its parts
 
-Of everything that is watched it keeps statistics (statistics.jsonl: n, mean, rms, min, max, non-finite, values at fixed
-sampled places), made on the device and fetched when a forward is over; whole tensors only of `names`. Rows are told
-apart by request and position, so batches may be packed and a request may come in chunks and steps. What it sees it
+Of everything that is watched it keeps statistics (statistics.jsonl: n, mean, rms, min, max, non-finite, a sketch of
+values at fixed places), made on the device and fetched when a forward is over; whole tensors only of `names`. Rows are
+told apart by request and position, so batches may be packed and a request may come in chunks and steps. What it sees it
 copies and never changes. Save when a request is done: a worker that is killed leaves nothing else. In a region that
 torch.compile captures, `tap` and watched modules go through an operator of their own, which costs a copy there and
 breaks no graph; in a captured device graph nothing can be fetched, and the manifest says so.
@@ -79,8 +79,9 @@ class Recorder:
         self._requests: dict[str, _Request] = {}
         self._rows: list[tuple[str, list[int], list[int]]] = []
         self._count = 0
-        self._pending: list[tuple[str, dict[str, Any], torch.Tensor]] = []
-        self._lines: list[str] = []
+        self._pending: list[tuple[dict[str, Any], Sequence[torch.Tensor], torch.Tensor | int, torch.Tensor]] = []
+        self._lines: list[_Row] = []
+        self._named: dict[str, bool] = {}
         self._watched: dict[str, bool] = {}
         self._hooks: list[Any] = []
         self._forward = 0
@@ -182,30 +183,40 @@ class Recorder:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             seen = tensor.detach()
             self._statistics(name, seen)
-            if any(fnmatch.fnmatchcase(name, glob) for glob in self.names):
+            if self._is_named(name):
                 self._keep(name, seen, dims, rows)
+
+    def _is_named(self, name: str) -> bool:
+        if name not in self._named:
+            self._named[name] = any(fnmatch.fnmatchcase(name, glob) for glob in self.names)
+        return self._named[name]
 
     def _statistics(self, name: str, tensor: torch.Tensor) -> None:
         about = {
-            "tap": name, "forward": self._forward, "dtype": _name(tensor.dtype), "shape": list(tensor.shape),
-            "stride": list(tensor.stride()), "offset": tensor.storage_offset(), "n": tensor.numel(),
+            "tap": name, "forward": self._forward, "dtype": _name(tensor.dtype), "shape": tensor.shape,
+            "stride": tensor.stride(), "offset": tensor.storage_offset(), "n": tensor.numel(),
         }  # fmt: skip
         if tensor.numel():
-            self._pending.append((name, about, _summary(tensor)))
+            self._pending.append((about, *_summary(tensor)))
         if len(self._pending) >= PENDING:
             self._fetch()
 
     def _fetch(self) -> None:
-        """Bring the statistics of a forward from the device, in one go, and put them into lines."""
-        if not self._pending:
-            return
-        table = torch.stack([row for _, _, row in self._pending]).cpu().tolist()
-        for (_, about, _), row in zip(self._pending, table):  # noqa: B905  (lengths are equal)
-            mean, rms, low, high, bad, *samples = row
-            told = {"mean": mean, "rms": rms, "min": low, "max": high, "nonfinite": bad, "samples": samples}
-            line = {**about, **{k: v if k == "samples" else _plain(v) for k, v in told.items()}}
-            line["samples"] = [_plain(v) for v in samples]
-            self._lines.append(json.dumps(line))
+        """Bring the statistics of a forward from the device, all in one go."""
+        devices: dict[Any, list[Any]] = {}
+        for row in self._pending:
+            devices.setdefault(row[1][0].device, []).append(row)
+        for rows in devices.values():
+            numbers = torch.stack([n.float() for _, four, _, _ in rows for n in four]).cpu().tolist()
+            sketches = torch.cat([sketch.float() for _, _, _, sketch in rows]).cpu().tolist()
+            counted = [bad for _, _, bad, _ in rows if isinstance(bad, torch.Tensor)]
+            counts = iter(torch.stack(counted).cpu().tolist() if counted else [])
+            at = 0
+            for place, (about, _, bad, sketch) in enumerate(rows):
+                bad = next(counts) if isinstance(bad, torch.Tensor) else bad
+                four, values = numbers[4 * place : 4 * place + 4], sketches[at : at + len(sketch)]
+                at += len(sketch)
+                self._lines.append((about, four, bad, values))
         self._pending = []
         if len(self._lines) > 64 * PENDING:
             self._spill()
@@ -214,7 +225,7 @@ class Recorder:
         """Append the statistics so far to their file, so that they take no memory."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"statistics-rank-{self.rank}.jsonl").open("a") as file:
-            file.writelines(line + "\n" for line in self._lines)
+            file.writelines(_line(row) for row in self._lines)
         self._lines = []
 
     def _keep(self, name: str, tensor: torch.Tensor, dims: str, given: list[int] | None) -> None:
@@ -298,8 +309,8 @@ class Recorder:
             "provenance": self._provenance(),
         }  # fmt: skip
         (scratch / "manifest.json").write_text(json.dumps({**manifest, "seal": _seal(manifest)}, indent=1))
-        mine = [line for line in self._lines if json.loads(line)["forward"] in state.forwards]
-        (scratch / "statistics.jsonl").write_text("".join(line + "\n" for line in mine))
+        mine = [row for row in self._lines if row[0]["forward"] in state.forwards]
+        (scratch / "statistics.jsonl").write_text("".join(_line(row) for row in mine))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(scratch, folder)
         return folder
@@ -391,15 +402,32 @@ def _tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
     return [("" if i == 0 else f".out.{i}", t) for i, t in enumerate(items) if isinstance(t, torch.Tensor)]
 
 
-def _summary(tensor: torch.Tensor) -> torch.Tensor:
-    """Return mean, rms, min, max, non-finite count and sampled values as one small tensor on the device."""
+def _summary(tensor: torch.Tensor) -> tuple[Sequence[torch.Tensor], torch.Tensor | int, torch.Tensor]:
+    """Return sum, sum of squares, least and greatest, how many are not finite, and a sketch; all on the device.
+
+    Counting costs more than all the rest on a CPU and is done there only where a sum says that there is something to
+    count; asking that would wait for an accelerator, where counting is cheap.
+    """
     flat = tensor.reshape(-1)
-    places = [i * (flat.numel() - 1) // max(1, SAMPLES - 1) for i in range(SAMPLES)]
-    values = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-    low, high = torch.aminmax(values)
-    rms = torch.linalg.vector_norm(values) / flat.numel() ** 0.5
-    heads = torch.stack([values.mean(), rms, low, high, torch.isfinite(values).logical_not().sum()])
-    return torch.cat([heads, values[_index(places, tensor)]]).float()
+    wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    least, greatest = torch.aminmax(wide)
+    squares = torch.dot(wide, wide)
+    bad: torch.Tensor | int = 0
+    if tensor.device.type != "cpu" or not torch.isfinite(squares):
+        bad = torch.isfinite(wide).logical_not().sum()
+    sketch = flat[:: max(1, flat.numel() // SAMPLES) | 1][:SAMPLES].clone()
+    return (wide.sum(), squares, least, greatest), bad, sketch
+
+
+_Row = tuple[dict[str, Any], Sequence[float], int, Sequence[float]]
+
+
+def _line(row: _Row) -> str:
+    """Return the statistics of one tap in one forward as a line of JSON."""
+    about, (total, squares, least, greatest), bad, sketch = row
+    numbers = {"mean": total / about["n"], "rms": (squares / about["n"]) ** 0.5, "min": least, "max": greatest}
+    told = {**about, **{k: _plain(v) for k, v in numbers.items()}}
+    return json.dumps({**told, "nonfinite": bad, "sketch": [_plain(v) for v in sketch]}) + "\n"
 
 
 def _index(places: Sequence[int], like: torch.Tensor) -> torch.Tensor:

@@ -146,7 +146,7 @@ def test_statistics_are_kept_of_everything(recorder):
     assert {"embed", "blocks.0", "blocks.0.up", "blocks.0.out.1", "head", "bad"} <= set(by_name)
     assert by_name["bad"]["nonfinite"] == 22
     assert by_name["head"]["n"] == 11 * 32
-    assert len(by_name["head"]["samples"]) == dropin.SAMPLES
+    assert len(by_name["head"]["sketch"]) == dropin.SAMPLES
     assert by_name["head"]["rms"] > 0
 
 
