@@ -211,7 +211,11 @@ def _weights(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | 
             bench.beat(weight.name)
             yield weight
 
-    return {"audit": audit_facts(bench.checkpoint, told(), bench.setup.dtype)}
+    tables = getattr(bench.adapter, "tables", tuple)
+    return {
+        "audit": audit_facts(bench.checkpoint, told(), bench.setup.dtype),
+        "tables": {name: [float(x) for x in table.flatten()] for name, table in tables()},
+    }
 
 
 def _chat(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | None) -> Facts:

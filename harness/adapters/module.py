@@ -27,6 +27,9 @@ from harness.cases import read_model_info
 from harness.errors import PortError, SpecError, nearest
 from harness.types import Case, Facts, Setup
 
+MOST_OF_A_TABLE = 4096
+"""Elements above which a buffer is no table of frequencies or scales."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
@@ -174,6 +177,15 @@ class ModuleAdapter:
         stored = open_checkpoint(self.checkpoint).tensors
         for name, value in loaded.module.state_dict().items():
             yield Weight(name=name, tensor=value, checkpoint=name if name in stored else "")
+
+    def tables(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tables that the module computes for itself: small floating buffers that no checkpoint holds."""
+        module = self._ready().module
+        stored = module.state_dict()
+        for name, value in module.named_buffers():
+            small = value.is_floating_point() and 4 <= value.numel() <= MOST_OF_A_TABLE
+            if name not in stored and small and bool(torch.isfinite(value).all()):
+                yield name, value
 
     # --- chat ---
 

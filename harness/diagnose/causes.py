@@ -30,6 +30,8 @@ DIRECT = {
     "stray_shards": "a file lies beside the checkpoint that its index does not name, and a loader may pick it up",
     "lossy_weight_rel_rms_error": "a weight declared narrower is further off than a good rounding: a wrong scale",
     "narrowed_parameters": "a parameter that the checkpoint keeps wide was narrowed in memory",
+    "table_mismatches": "a table that the port computes for itself (rotary frequencies) has other values",
+    "suspect_reference": "the reference itself looks wrong here: settle it before believing what differs from it",
     "undeclared_precision_share": "the weights are held in another precision than the port declares",
     "unchecked_orders": "a fused weight whose order no parameter of the reference vouches for",
     "unseen_taps": "taps of the reference that the port does not show, so nothing can be localised there",

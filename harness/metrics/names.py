@@ -21,6 +21,8 @@ METRICS: Mapping[str, str] = {
     "lossy_weight_rel_rms_error": "ratio",
     "narrowed_parameters": "count",
     "undeclared_precision_share": "share",
+    "table_mismatches": "count",
+    "suspect_reference": "count",
     "unchecked_orders": "count",
     "load_peak_over_plan": "ratio",
     # startup

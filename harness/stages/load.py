@@ -36,6 +36,8 @@ _WEIGHT_METRICS = (
     "unchecked_orders",
     "undeclared_precision_share",
 )
+SMALL = 1e-5
+"""Relative size below which two values of a table are one. Source: float32 powers differ by a few parts in 1e7."""
 
 
 def plan(context: StageContext) -> list[Run]:
@@ -59,6 +61,7 @@ def measure(view: StageView) -> list[Measurement]:
             oracle = view.trace("oracle", run.id)
             expected = oracle.facts.get("audit") if isinstance(oracle, Trace) else None
             found += _weights(run, accel.facts["audit"], expected, image=view.context.scope.image)
+            found += _tables(run, accel.facts, oracle.facts if isinstance(oracle, Trace) else {})
     return found
 
 
@@ -179,6 +182,47 @@ _UNTIED = "the configuration ties the output head to the embedding, but memory h
 def _named(run: Run, metric: str, names: Sequence[str], why: str) -> Iterator[Measurement]:
     for name in names:
         yield measured(NAME, run, metric, 1.0, name, detail={"message": f"{name}: {why}"})
+
+
+def _tables(run: Run, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Measurement]:
+    """Hold the port's own tables against the reference's, and look for what is suspicious in the reference itself."""
+    ours, theirs = actual.get("tables", {}), expected.get("tables", {})
+    wrong = []
+    for name in sorted(set(ours) & set(theirs)):
+        off = _furthest(ours[name], theirs[name])
+        if not off <= SMALL:
+            words = "; its values are those of bfloat16" if _narrow(ours[name]) else ""
+            message = f"{name}: off by {off:.3g} of its size from the reference's{words}"
+            wrong.append(measured(NAME, run, "table_mismatches", 1.0, name, detail={"message": message}))
+    suspects = [
+        measured(
+            NAME, run, "suspect_reference", 1.0, name,
+            detail={"message": f"{name}: the reference's own table holds values of bfloat16 only: it was rounded"},
+        )
+        for name in sorted(theirs) if _narrow(theirs[name])
+    ]  # fmt: skip
+    audit = expected.get("audit", {})
+    for name in audit.get("unfilled", ()):
+        message = f"{name}: the reference itself fills it from no checkpoint tensor"
+        suspects.append(measured(NAME, run, "suspect_reference", 1.0, name, detail={"message": message}))
+    return [
+        *_or_none_found(run, "table_mismatches", wrong, max(1, len(ours))),
+        *_or_none_found(run, "suspect_reference", suspects, max(1, len(theirs))),
+    ]
+
+
+def _furthest(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the largest relative difference of two tables; infinite where they have different lengths."""
+    if len(ours) != len(theirs):
+        return math.inf
+    return max((abs(a - b) / (abs(b) or 1.0) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+
+
+def _narrow(table: Sequence[float]) -> bool:
+    """Say whether a table of several values, not all powers of two, needs no more than bfloat16's 8 bits for any."""
+    mantissas = [math.frexp(abs(x))[0] for x in table if x and math.isfinite(x)]
+    telling = [m for m in mantissas if m != 0.5]
+    return len(telling) >= 4 and all((m * 256).is_integer() for m in telling)
 
 
 class _Reference:

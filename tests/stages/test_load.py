@@ -488,3 +488,49 @@ def test_vision_weights_matter_only_where_images_are_claimed(tmp_path):
     assert judged(found)[0] is Status.PASSED
     claimed = dataclasses.replace(context(), scope=Scope(image=True))
     assert judged(found, claimed)[1] == {"load.unused"}
+
+
+def frequencies(base: float = 10000.0, size: int = 16) -> list[float]:
+    """Rotary frequencies as float32 holds them."""
+    return (base ** -(torch.arange(0, size, 2) / size)).float().tolist()
+
+
+def tables(ours: list[float], theirs: list[float], **more: object) -> dict[str, list[tuple[str, float]]]:
+    """Return (subject, value) by metric of the tables of two sides."""
+    run = load.plan(StageContext(**{**CONTEXT, "capabilities": frozenset({"weights"})}))[1]
+    found: dict[str, list[tuple[str, float]]] = {}
+    for m in load._tables(run, {"tables": {"inv_freq": ours}}, {"tables": {"inv_freq": theirs}, **more}):
+        found.setdefault(m.metric, []).append((m.subject, m.value or 0.0))
+    return found
+
+
+CONTEXT = {
+    "info": ModelInfo(path="", config={}, vocab_size=VOCAB, layers=2, max_length_tokens=64),
+    "scope": Scope(),
+    "reference_capabilities": frozenset(),
+    "profile": "quick",
+    "dtype": "bfloat16",
+}
+
+
+def test_a_table_of_another_base_or_precision_is_a_mismatch():
+    """Another base and a table rounded to bf16 are found by name; the same formula in other roundings is not."""
+    right = frequencies()
+    near = [x * (1 + 1e-7) for x in right]
+    assert tables(near, right)["table_mismatches"] == [("all", 0.0)]
+    assert tables(frequencies(500000.0), right)["table_mismatches"] == [("inv_freq", 1.0)]
+    rounded = torch.tensor(right).bfloat16().tolist()
+    assert tables(rounded, right)["table_mismatches"] == [("inv_freq", 1.0)]
+    assert tables(right[:4], right)["table_mismatches"] == [("inv_freq", 1.0)]
+
+
+def test_a_reference_that_was_rounded_or_not_filled_is_suspect():
+    """A rounded table of the reference and a weight that it filled from nowhere are named; powers of two are not."""
+    right = frequencies()
+    rounded = torch.tensor(right).bfloat16().tolist()
+    assert tables(right, right)["suspect_reference"] == [("all", 0.0)]
+    assert tables(rounded, rounded)["suspect_reference"] == [("inv_freq", 1.0)]
+    halves = [2.0**-i for i in range(8)]
+    assert tables(halves, halves)["suspect_reference"] == [("all", 0.0)]
+    found = tables(right, right, audit={"unfilled": ["model.gate.weight"]})
+    assert found["suspect_reference"] == [("model.gate.weight", 1.0)]
