@@ -10,6 +10,7 @@ import json
 import shlex
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from harness import gate
 from harness.checklist import Checklists
 from harness.config import Config
-from harness.diagnose import explain, structured
+from harness.diagnose import diagnose
 from harness.errors import TraceError, UsageError
 from harness.golden import load_failure, read_manifest
 from harness.plan import Plan, goldens_folder, out_of_scope
@@ -26,7 +27,7 @@ from harness.record import Session, is_current, read_trace
 from harness.record import refuse as refuse_run
 from harness.report.results import write_measurements
 from harness.report.terminal import Display
-from harness.schedule import Job, Schedule, make_schedule
+from harness.schedule import Job, Schedule, make_schedule, resolved
 from harness.stages import FLOORS, StageView, stage_module
 from harness.standin import carry, not_carried
 from harness.taps import DECISION_KINDS, matches
@@ -35,7 +36,6 @@ from harness.types import (
     Failure,
     Finding,
     Measurement,
-    Run,
     Setup,
     StageResult,
     Status,
@@ -117,7 +117,7 @@ class Campaign:
             for j in searches.values()
             if isinstance(trace := self.lost.get(j.folder) or read_trace(j.folder, j.run.id), Trace)
         }
-        stages = {name: _resolved(runs, found) for name, runs in self.plan.stages.items()}
+        stages = {name: resolved(runs, found) for name, runs in self.plan.stages.items()}
         self.plan = replace(self.plan, stages=stages)
         self.schedule = schedule_of(self.plan, self.out)
 
@@ -197,7 +197,8 @@ class Campaign:
         """Return in sentences which goldens could not be recorded."""
         folders = {j.folder for j in self.schedule.jobs if j.role != "accel"}
         failures = [f for folder in sorted(folders) if (f := load_failure(folder)) is not None]
-        return [f"{f.run}: {f.kind}: {f.message}" for f in failures]
+        counts = Counter(f"{f.kind}: {f.message}" for f in failures)
+        return [f"{count} runs {text}" if count > 1 else text for text, count in counts.items()]
 
     def _record_reference(self, jobs: Sequence[Job], *, keep: bool) -> int:
         done = 0
@@ -297,14 +298,10 @@ class Campaign:
         ]
         status, reason = gate.stage_status(verdicts)
         failing = self._failing(verdicts, measurements)
-        findings = structured(
-            explain(failing, modules=_modules(view), reproduce=reproduce(self.plan.config, name)),
-            [m for _, m in failing],
-            view.trace,
-            floors=FLOORS,
-            edges=self.plan.info.edges,
-            heads=self.plan.info.heads,
-        )
+        findings = diagnose(
+            failing, view.trace, floors=FLOORS, info=self.plan.info, modules=_modules(view),
+            reproduce=reproduce(self.plan.config, name),
+        )  # fmt: skip
         return StageResult(
             name=name,
             status=status,
@@ -352,18 +349,6 @@ class Campaign:
                 else (f"every decision is declared unobservable: {'; '.join(sorted(set(hidden.values())))}")
             )
         return out_of_scope(word, self.plan.scope, self.plan.context.capabilities)
-
-
-def _resolved(runs: Sequence[Run], found: Mapping[str, tuple[int, ...]]) -> tuple[Run, ...]:
-    """Return runs with the token ids that were found for their cases, without those that have nothing new to show."""
-    known = {run.case.token_ids for run in runs if run.case and not run.case.source.startswith("search:")}
-    resolved = []
-    for run in runs:
-        if run.case is None or not run.case.source.startswith("search:"):
-            resolved.append(run)
-        elif (ids := found.get(run.case.source)) is not None and ids not in known:
-            resolved.append(replace(run, case=replace(run.case, token_ids=ids)))
-    return tuple(resolved)
 
 
 def _traces(view: StageView, role: str = "accel") -> list[Trace]:

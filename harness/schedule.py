@@ -103,6 +103,21 @@ def make_schedule(
     return Schedule(jobs=tuple(jobs), folders=folders)
 
 
+def resolved(runs: Sequence[Run], found: Mapping[str, tuple[int, ...]]) -> tuple[Run, ...]:
+    """Return runs with the token ids that a search found for their cases, without those that have nothing new to show.
+
+    `found` gives ids by the source that a case names (`search:` and the id of the search).
+    """
+    known = {run.case.token_ids for run in runs if run.case and not run.case.source.startswith("search:")}
+    kept = []
+    for run in runs:
+        if run.case is None or not run.case.source.startswith("search:"):
+            kept.append(run)
+        elif (ids := found.get(run.case.source)) is not None and ids not in known:
+            kept.append(dataclasses.replace(run, case=dataclasses.replace(run.case, token_ids=ids)))
+    return tuple(kept)
+
+
 def _setup(setup: Setup, run: Run) -> Setup:
     """Return the setup of a role for a run, which may be in another precision than the declared one."""
     if not run.dtype:

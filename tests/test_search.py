@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from harness.adapter import Inputs, Recorder
-from harness.campaign import _resolved
 from harness.cases import ModelInfo
 from harness.compare import idle_experts
+from harness.schedule import resolved
 from harness.search import search
 from harness.types import Case, Run, Setup, Tap, Trace
 
@@ -84,8 +84,8 @@ def test_runs_of_a_search_are_planned_with_what_it_found_or_dropped():
     waiting = Run(
         id="text/free-reach", stage="text", kind="forward", case=Case(id="r", token_ids=(1,), source="search:s")
     )
-    assert [r.id for r in _resolved((plain, waiting), {"search:s": (1, 2, 3, 4)})] == ["text/free"]
-    assert [r.id for r in _resolved((plain, waiting), {})] == ["text/free"]
-    (_, run) = _resolved((plain, waiting), {"search:s": (1, 2, 9)})
+    assert [r.id for r in resolved((plain, waiting), {"search:s": (1, 2, 3, 4)})] == ["text/free"]
+    assert [r.id for r in resolved((plain, waiting), {})] == ["text/free"]
+    (_, run) = resolved((plain, waiting), {"search:s": (1, 2, 9)})
     assert run.case is not None
     assert run.case.token_ids == (1, 2, 9)

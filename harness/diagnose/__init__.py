@@ -1,6 +1,30 @@
 """Failed verdicts -> findings: the first wrong places, then what is wrong there. Must not know what may pass."""
 
-from harness.diagnose.explain import explain
-from harness.diagnose.structure import structured
+from collections.abc import Mapping, Sequence
 
-__all__ = ["explain", "structured"]
+from harness.cases import ModelInfo
+from harness.diagnose.explain import explain
+from harness.diagnose.structure import Traces, structured
+from harness.types import Criterion, Finding, Measurement
+
+__all__ = ["diagnose", "explain"]
+
+
+def diagnose(
+    failing: Sequence[tuple[Criterion, Measurement]],
+    traces: Traces,
+    *,
+    floors: Sequence[str],
+    info: ModelInfo,
+    modules: Mapping[str, str],
+    reproduce: str,
+) -> list[Finding]:
+    """Return findings, the first wrong place first, with the structure of the error where the traces show one.
+
+    `traces(role, run id)` looks up a trace; `floors` are the roles of honest ones;
+    `modules` gives the port's own paths.
+    """
+    findings = explain(failing, modules=modules, reproduce=reproduce)
+    return structured(
+        findings, [m for _, m in failing], traces, floors=floors, edges=info.edges, heads=info.heads
+    )  # fmt: skip

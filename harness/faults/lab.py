@@ -7,7 +7,7 @@ which injection a port carries.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,15 @@ from harness import gate
 from harness.adapter import Adapter, capabilities
 from harness.cases import read_model_info
 from harness.checklist import Checklists
-from harness.diagnose import explain
+from harness.diagnose import diagnose
 from harness.errors import PortError
 from harness.faults.catalogue import NoPlace
 from harness.plan import out_of_scope
 from harness.plugins import open_adapter, parse_spec
 from harness.recorder import Pins
 from harness.runs import Bench, execute, opened
-from harness.schedule import ORACLE_OF, Job, Schedule, make_schedule
-from harness.stages import StageContext, StageView, stage_module
+from harness.schedule import ORACLE_OF, Job, Schedule, make_schedule, resolved
+from harness.stages import FLOORS, StageContext, StageView, stage_module
 from harness.types import Failure, Finding, Measurement, Run, Setup, Status, Tap, Trace, Verdict
 
 STAGES = ("load", "text", "image", "long_context")
@@ -162,7 +162,7 @@ class Lab:
         status, reason = gate.stage_status(verdicts)
         bad = [v.criterion for v in verdicts if v.status not in (Status.PASSED, Status.SKIPPED)]
         failing = [(c, m) for c in bad for m in gate.failing(c, measurements)]
-        findings = explain(failing, modules={}, reproduce="") if failing else []
+        findings = diagnose(failing, view.trace, floors=FLOORS, info=self.context.info, modules={}, reproduce="")
         return Judged(
             stage=stage, status=status, reason=reason, verdicts=tuple(verdicts), findings=tuple(findings)
         )  # fmt: skip
@@ -237,19 +237,8 @@ def _searched(lab: Lab, setups: Mapping[str, Setup]) -> Lab:
                 job = next(j for j in lab.schedule.jobs if j.folder == lab.schedule.folders["oracle", run.id])
                 trace = execute(lab._reference(job.setup), job.run, pins=None, expected=None)
                 found[f"search:{run.id}"] = tuple(trace.facts["token_ids"])
-    known = {r.case.token_ids for runs in lab.runs.values() for r in runs if r.case and r.case.source not in found}
-    runs = {name: tuple(_resolved(runs, found, known)) for name, runs in lab.runs.items()}
+    runs = {name: resolved(planned, found) for name, planned in lab.runs.items()}
     return replace(lab, runs=runs, schedule=_schedule(lab.context, setups, runs))
-
-
-def _resolved(
-    runs: Iterable[Run], found: Mapping[str, tuple[int, ...]], known: Collection[tuple[int, ...] | None]
-) -> Iterator[Run]:
-    for run in runs:
-        if run.case is None or run.case.source not in found:
-            yield run
-        elif found[run.case.source] not in known:
-            yield replace(run, case=replace(run.case, token_ids=found[run.case.source]))
 
 
 def _setup(subject: Subject, side: str, role: str, dtype: str) -> Setup:
