@@ -163,9 +163,11 @@ def record(
         count, lost = pipeline.record(settings, folder, display)
     finally:
         display.close(None)
-    typer.echo(f"{count} runs recorded in {folder}\nuse them with: day0 verify --goldens {folder} --accel SPEC")
+    typer.echo(f"{count} runs recorded in {folder}")
+    if count:
+        typer.echo(f"use them with: day0 verify --goldens {folder} --accel SPEC")
     if lost:
-        _complain("\n".join([f"{len(lost)} runs could not be recorded; ports are not judged by these:", *lost]))
+        _complain("\n".join(["not everything could be recorded; no port is judged by what is missing:", *lost]))
         raise typer.Exit(EXIT_REFUSED)
 
 
@@ -228,6 +230,9 @@ def prove(
     ] = "",
     only: Annotated[str, typer.Option("--only", metavar="ID,...", help="Injections by id or name.")] = "",
     seed: Annotated[int, typer.Option("--seed", help="Of the models' weights, and of the sample.")] = 0,
+    jobs: Annotated[
+        int, typer.Option("--jobs", metavar="N", help="Architectures at once (as there are processors, at most 4).")
+    ] = 0,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write prove.md and prove.json.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
 ) -> None:
@@ -241,8 +246,8 @@ def prove(
     proving.quiet()
     console = Console(width=None if sys.stdout.isatty() else 160)
     rows, code = proving.run(
-        everything=everything, architectures=architecture, only=only, seed=seed, out=out, json_file=json_file,
-        say=lambda text: typer.echo(text, err=True),
+        everything=everything, architectures=architecture, only=only, seed=seed, jobs=jobs, out=out,
+        json_file=json_file, say=lambda text: typer.echo(text, err=True),
     )  # fmt: skip
     show(rows, PENDING, console)
     raise typer.Exit(code)

@@ -25,8 +25,12 @@ ROTARY = "rotary|rope|angle|position"
 
 
 def _mixed(parts: Parts, attention: Part) -> Places:
-    """Return where an attention shows what it mixed: before its output projection, or as a whole."""
-    return [parts.tap(attention, ".core"), parts.tap(attention)]
+    """Return where an attention shows what it mixed: before its output projection, or as a whole.
+
+    What an attention is given reaches its indexer too, where it has one.
+    """
+    chosen = [parts.tap(attention, ".indexer.*")] if find_or_none(attention, r"indexer$") is not None else []
+    return [parts.tap(attention, ".core"), parts.tap(attention), *chosen]
 
 
 def _other_table(parts: Parts, change: Any) -> Places:
@@ -94,7 +98,7 @@ def rope_style(parts: Parts) -> Places:
     return [parts.tap(attention, ".in.position_embeddings*"), *_mixed(parts, attention)]
 
 
-@fault(stage="long_context", cause=ROTARY, needs="rotary, more than 128 tokens")
+@fault(stage="text|long_context", cause=ROTARY, needs="rotary, more than 128 tokens")
 def positions_coarse(parts: Parts) -> Places:
     """Positions from 128 on lose their last bit, as in a type of 7 bits."""
     rotary = parts.rotary()
@@ -210,7 +214,7 @@ def softmax_band(parts: Parts) -> Places:
     return _mixed(parts, attention)
 
 
-@fault("LC04", stage="long_context", cause="position|token", needs="more than 128 tokens")
+@fault("LC04", stage="text|long_context", cause="position|token", needs="more than 128 tokens")
 def beyond_128(parts: Parts) -> Places:
     """Attention is wrong from position 128 on."""
     box = follow_positions(parts.module)
@@ -225,7 +229,7 @@ def beyond_128(parts: Parts) -> Places:
     return [_layer_of(parts.tap(attention)), parts.tap(part), parts.tap(attention)]
 
 
-@fault("SP06", stage="long_context", cause="position|token|off|wrong", needs="a call of more than 128 tokens")
+@fault("SP06", stage="text|long_context", cause="position|token|off|wrong", needs="a call of more than 128 tokens")
 def launch_swallowed(parts: Parts) -> Places:
     """A step of more than 128 tokens exceeds a grid limit: attention leaves its buffer as it was."""
     attention = parts.attention()

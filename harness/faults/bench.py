@@ -119,7 +119,7 @@ class Proof:
         if injection.kind == "fault" and not self._moved(ports, traces):
             return self._made(injection, "did not move", places=ports.places)
         assert judged is not None
-        return self._scored(injection, judged, ports.places, self._naive(injection, ports, traces))
+        return self._scored(injection, judged, ports.places, self._naive(judged, ports, traces))
 
     def _stages(self, injection: Injection) -> list[str]:
         """Return the stages to go through. Weights are looked at where an injection may touch them."""
@@ -142,14 +142,11 @@ class Proof:
                     return True
         return "forward" in ports.places and any(_takes_more(trace) for trace in traces.values())
 
-    def _naive(self, injection: Injection, ports: Ports, traces: Traces) -> dict[str, bool]:
-        """Return what common checks say of the free run of the stage that the injection belongs to."""
-        stage = next((s for s in injection.stages if s in ("image", "long_context") and s in self.lab.runs), "text")
-        free = [
-            run
-            for run in self.lab.runs[stage]
-            if run.kind == "forward" and run.observe and not run.level and not run.dtype
-        ]
+    def _naive(self, judged: Judged, ports: Ports, traces: Traces) -> dict[str, bool]:
+        """Return what common checks say of the longest free run of the stage that was judged last."""
+        stage = "text" if judged.stage == "load" else judged.stage
+        whole = [run for run in self.lab.runs[stage] if run.kind == "forward" and run.observe]
+        free = [run for run in whole if not run.level and not run.dtype]
         run = max(free, key=lambda r: len(r.case.token_ids or ()) if r.case else 0)
         folder = self.lab.schedule.folders["accel", run.id]
         if folder not in traces:

@@ -14,6 +14,7 @@ from harness.errors import EXIT_REFUSED, UsageError, nearest
 from harness.faults import TABLE, models
 from harness.faults.bench import Proof, Row, prove
 from harness.faults.catalogue import Injection
+from harness.faults.jobs import jobs_at_once, rows_of
 from harness.faults.lab import Subject, make_lab
 from harness.faults.pending import PENDING
 from harness.faults.table import as_data, failed, line, markdown
@@ -26,33 +27,50 @@ ARCHITECTURES = (
 )  # fmt: skip
 SAMPLED = ("gpt_oss", "deepseek_v32", "kimi_linear", "qwen3_vl_moe", BUILTIN)
 """Architectures of a sample: sinks and windows, sparse, recurrent, pictures, and a port that is no module."""
-SAMPLE = {"fault": 8, "benign": 1}
+SAMPLE = {"fault": 7, "benign": 1}
 """Injections of a sample for each of them, of those that have a place there."""
 
 
 def run(
-    *, everything: bool, architectures: str, only: str, seed: int, out: Path | None, json_file: Path | None,
+    *, everything: bool, architectures: str, only: str, seed: int, jobs: int, out: Path | None, json_file: Path | None,
     say: Callable[[str], None],
 ) -> tuple[list[Row], int]:  # fmt: skip
     """Prove, write what is asked for, and return the rows and the exit code. Raises UsageError for unknown words."""
-    names = _architectures(architectures, everything, say)
     wanted = _wanted(only)
+    names = _architectures(architectures, everything, say)
+    names = [name for name in names if any(row.via == _way(name) for row in wanted or TABLE.rows.values())]
+    if not names:
+        raise UsageError("nothing to try: none of these injections gets into these architectures")
     rows: list[Row] = []
+    about = {"seed": seed, "architectures": names, "everything": everything}
+    at_once = jobs_at_once(jobs, len(names))
     with tempfile.TemporaryDirectory(prefix="day0-prove-") as scratch:
-        for name in names:
-            via = "taps" if name == BUILTIN else "module"
-            sample = None if everything or wanted else SAMPLE
-            known = wanted or (_shuffled(name, via, seed) if sample else TABLE.rows.values())
-            chosen = [row for row in known if row.via == via]
-            if chosen:
-                say(f"{name}: recording the reference")
-                proof = Proof(make_lab(_subject(name, Path(scratch), seed), load_checklists()))
-                rows += prove(proof, chosen, lambda row: say(line(row)), sample)
-                proof.close()
-                _write(rows, out, json_file, {"seed": seed, "architectures": list(names), "everything": everything})
-    if not rows:
-        raise UsageError("nothing was tried: none of these injections gets into these architectures")
+        if at_once > 1:
+            words = ["--seed", str(seed), *(["--all"] if everything else []), *(["--only", only] if only else [])]
+            rows = rows_of(names, words, at_once=at_once, scratch=Path(scratch), say=say)
+        for name in names if at_once == 1 else ():
+            say(f"{name}: recording the reference")
+            proof = Proof(make_lab(_subject(name, Path(scratch), seed), load_checklists()))
+            rows += _proved(proof, name, wanted, everything, seed, say)
+            proof.close()
+            _write(rows, out, json_file, about)
+    _write(rows, out, json_file, about)
     return rows, EXIT_REFUSED if failed(rows) else 0
+
+
+def _way(name: str) -> str:
+    """Return how injections get into an architecture's port."""
+    return "taps" if name == BUILTIN else "module"
+
+
+def _proved(
+    proof: Proof, name: str, wanted: Sequence[Injection], everything: bool, seed: int, say: Callable[[str], None]
+) -> list[Row]:
+    """Return the rows of one architecture: of what was named, of everything, or of a sample."""
+    sample = None if everything or wanted else SAMPLE
+    known = wanted or (_shuffled(name, seed) if sample else list(TABLE.rows.values()))
+    chosen = [row for row in known if row.via == _way(name)]
+    return prove(proof, chosen, lambda row: say(line(row)), sample)
 
 
 def _write(rows: Sequence[Row], out: Path | None, json_file: Path | None, about: Mapping[str, Any]) -> None:
@@ -102,12 +120,12 @@ def _near(word: str, known: list[str]) -> str:
     return hint if len(hint) < 80 else ""
 
 
-def _shuffled(name: str, via: str, seed: int) -> list[Injection]:
-    """Return all injections of one way in an order that differs from architecture to architecture.
+def _shuffled(name: str, seed: int) -> list[Injection]:
+    """Return all injections in an order that differs from architecture to architecture.
 
     What only a long context shows costs most, and is left to the whole.
     """
-    rows = [row for row in TABLE.rows.values() if row.via == via and row.stages != ("long_context",)]
+    rows = [row for row in TABLE.rows.values() if "long_context" not in row.stages]
     random.Random(f"prove-{seed}-{name}").shuffle(rows)
     return rows
 

@@ -207,7 +207,7 @@ def kv_scale_of_warm_up(parts: Parts) -> Places:
     return _keys(parts, change)
 
 
-@fault("LC01", stage="long_context", cause=PHASE, needs="keys and values in a cache, more than 128 tokens")
+@fault("LC01", stage="text|long_context", cause=PHASE, needs="keys and values in a cache, more than 128 tokens")
 def page_number_wraps(parts: Parts) -> Places:
     """Pages beyond 128 tokens lie where the first ones are."""
 

@@ -146,7 +146,7 @@ def tap_keys_turned(ports: Tapped) -> Places:
     return [tap]
 
 
-@fault("LC04", stage="long_context", cause="position|token|off|wrong", needs="more than 128 tokens")
+@fault("LC04", stage="text|long_context", cause="position|token|off|wrong", needs="more than 128 tokens")
 def tap_beyond_128(ports: Tapped) -> Places:
     """Attention is wrong from position 128 on."""
     tap = ports.find(r"attn\.core$")

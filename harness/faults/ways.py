@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.faults.catalogue import NoPlace
 from harness.faults.parts import Parts
 
 
@@ -110,11 +111,13 @@ def allowed(mask: Tensor) -> Tensor:
 
 
 def on_mask(attention: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Change which keys a query sees, [..., T, S]."""
+    """Change which keys a query sees, [..., T, S]. An attention that is given no such mask has no place for it."""
 
     def rewrite(kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.dim() < 3:
+            if kwargs["hidden_states"].shape[1] > 1:
+                raise NoPlace("this attention is given no mask of queries and keys")
             return
         seen = change(allowed(mask))
         kwargs["attention_mask"] = (
