@@ -17,7 +17,7 @@ from harness.faults.table import as_data, failed, markdown, scores
 
 
 def test_a_fault_of_any_port_is_found_and_written_down(tmp_path, capsys):
-    """A fault of the built-in port, at a tap that it shows: refused at its place, beside what cosine would have said."""
+    """A fault of the built-in port, at a tap that it shows: refused at its place; cosine passes it."""
     words = ["--architecture", "builtin", "--only", "tap_attention_scaled"]
     assert cli.run(["prove", *words, "--out", str(tmp_path)]) == 0
     assert "recording the reference" in capsys.readouterr().err
