@@ -135,7 +135,7 @@ def record(config: Config, out: Path, display: Display) -> tuple[int, list[str]]
         plan = _described_plan(config, checkpoint, sessions, any_port=not port_named)
         campaign = Campaign(plan, sessions, load_checklists(config.run.checklists), display, out)
         count = campaign.record_goldens()
-        write_requests(plan, out / "requests.json")
+        write_requests(campaign.plan, out / "requests.json")
         return count, campaign.lost_goldens()
     finally:
         for session in sessions.values():
@@ -157,9 +157,7 @@ def _described_plan(
     if stand_in:
         chosen = chosen_reference(carried, checkpoint, setups["accel"].dtype)
         answer = chosen.described
-    if not any_port:
-        described["accel"] = refused(sessions["accel"].describe(setups["accel"]), "accel")
+    port = refused(sessions["accel"].describe(setups["accel"]), "accel")
+    described["accel"] = widest_port(port) if any_port else port
     described["reference"] = answer
-    if any_port:
-        described["accel"] = widest_port(answer)
     return make_plan(config, checkpoint, described, carried=chosen, stand_in=stand_in)

@@ -220,7 +220,7 @@ def refused(answer: Mapping[str, Any] | Failure, side: str) -> Mapping[str, Any]
 
 
 def widest_port(reference: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a port that claims all that its reference can answer for would say of itself."""
+    """Return what a port that claims all that its reference, opened as a port, can answer for would say of itself."""
     scope = from_json(Scope, reference["scope"])
     wide = replace(
         scope, replay=True, serves=False, phases=("prefill", "chunked", "decode"), layouts=(Layout(), Layout(tp=2)),

@@ -52,7 +52,8 @@ def _usable(folder: Path, traces: Sequence[Trace]) -> list[Trace]:
     without: list[str] = []
     for trace in traces:
         run = trace.run
-        if run.kind not in ("forward", "steps") or run.level or not trace.tensors or (run.case and run.case.images):
+        plain = run.kind in ("forward", "steps") and run.observe and not run.level
+        if not plain or not trace.tensors or (run.case is not None and run.case.images):
             continue
         ids = run.case.token_ids if run.case is not None else None
         if not ids and "inputs.token_ids" in trace.tensors:
@@ -101,7 +102,9 @@ class TracesAdapter:
             phases=(),
             max_length_tokens=max(len(case.token_ids or ()) for case in self.cases),
             replay=False,
-            unobservable={glob: why for trace in self.traces for glob, why in _unseen(trace, layers, vision=vision).items()},
+            unobservable={
+                glob: why for trace in self.traces for glob, why in _unseen(trace, layers, vision=vision).items()
+            },
             off=dict.fromkeys(_OFF, RECORDED),
         )
 
