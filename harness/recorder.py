@@ -6,6 +6,7 @@ Needs torch and the standard library only.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,7 @@ class TraceRecorder:
         self._parts: dict[str, list[tuple[int, Tensor]]] = {}
         self._told: dict[str, list[tuple[int, Statistics]]] | None = {} if statistics else None
         self._pinned: set[str] = set()
-        self._handed: dict[int, tuple[Tensor, int]] = {}
+        self._handed: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def span(self, start: int, stop: int) -> None:
         """Say which tokens of the request the next calls belong to."""
@@ -134,7 +135,7 @@ class TraceRecorder:
                 self._pinned.add(tap)
         elif self.pins is not None and kind in tapnames.DECISION_KINDS:
             result = self._in_reference_order(tap, tensor, kind)
-        self._handed[id(result)] = (result, version_of(result))
+        self._handed[id(result)] = (weakref.ref(result), version_of(result))
         return result
 
     def _in_reference_order(self, tap: str, tensor: Tensor, kind: str) -> Tensor:
@@ -153,8 +154,8 @@ class TraceRecorder:
         return torch.where(moved, fitted, tensor) if bool(moved.any()) else tensor
 
     def _is_handed(self, tensor: Tensor) -> bool:
-        handed, version = self._handed.get(id(tensor), (None, 0))
-        return handed is tensor and version == version_of(tensor)
+        found = self._handed.get(id(tensor))  # what the port let go is not kept alive for this
+        return found is not None and found[0]() is tensor and found[1] == version_of(tensor)
 
     def _first_row(self, tap: str, tensor: Tensor) -> int:
         """Return the token that the first row belongs to: a unit over the cache is given all keys up to the last."""
@@ -225,12 +226,9 @@ class TraceRecorder:
         calls: Sequence[tuple[int, Any]] = (self._parts if self._told is None else self._told)[tap] if dims else ()
         return len(set(_rows(calls, dims))) if "token" in dims else 0
 
-    def statistics(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the statistics by tap, one entry per call, as plain JSON values; nothing unless they were asked for.
-
-        Keys of an entry: as `harness.statistics.as_facts`.
-        """
-        return {tap: as_facts([each for _, each in calls]) for tap, calls in (self._told or {}).items()}
+    def statistics(self) -> dict[str, list[Any]]:
+        """Return what `harness.statistics.as_facts` says of every tap and call; no columns unless asked for."""
+        return as_facts({tap: [each for _, each in calls] for tap, calls in (self._told or {}).items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the recorded tensors, spans joined along the token axis. Shapes as in the port."""

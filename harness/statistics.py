@@ -6,9 +6,9 @@ For a first pass over everything: where to look closer. A verdict rests on the t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ _COMPARABLE = frozenset({
 _AS_STORED = frozenset({torch.float32, torch.float64})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
-    """Numbers of one tensor that still lie on its device. `numbers` holds sum, sum of squares, least, greatest.
+class Statistics(NamedTuple):
+    """Numbers of one tensor that still lie on its device.
 
-    Shapes: numbers four of []; nonfinite [] or None where nothing is; sketch [at most SKETCH].
+    `numbers` holds sum, sum of squares, least, greatest and, where something may not be finite, how many are not; all
+    of shape []. Nothing of an empty tensor. Shapes: sketch [about SKETCH].
     """
 
     shape: tuple[int, ...]
@@ -33,48 +33,57 @@ class Statistics:
     offset: int
     dtype: torch.dtype
     numbers: tuple[Tensor, ...]
-    nonfinite: Tensor | None
     sketch: Tensor
 
 
 def statistics_of(tensor: Tensor) -> Statistics:
     """Compute the statistics of a tensor on its device, without waiting for an accelerator."""
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
-    wide = flat if flat.dtype in _AS_STORED else flat.to(torch.float32 if flat.is_floating_point() else torch.float64)
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    kind = flat.dtype
+    wide = flat if kind in _AS_STORED else flat.to(torch.float32 if kind.is_floating_point else torch.float64)
     numbers: tuple[Tensor, ...] = ()
-    nonfinite = None
-    if flat.numel():
-        numbers = (wide.sum(), torch.dot(wide, wide), *torch.aminmax(flat if flat.dtype in _COMPARABLE else wide))
-        # asking whether a sum is finite waits for an accelerator, where counting is cheap; it is not on a CPU
-        if flat.is_floating_point() and (flat.device.type != "cpu" or not math.isfinite(float(numbers[1]))):
-            nonfinite = (~torch.isfinite(wide)).sum()
-    return Statistics(
-        shape=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()), dtype=tensor.dtype,
-        numbers=numbers, nonfinite=nonfinite, sketch=flat[:: max(1, flat.numel() // SKETCH) | 1][:SKETCH].clone(),
-    )  # fmt: skip
+    count = flat.numel()
+    if count:
+        squares = torch.dot(wide, wide)
+        numbers = (wide.sum(), squares, *torch.aminmax(flat if kind in _COMPARABLE else wide))
+        # whether a sum is finite can be asked on a CPU; elsewhere that would wait, and counting is cheap
+        if kind.is_floating_point and (not flat.is_cpu or not math.isfinite(squares.item())):
+            numbers = (*numbers, (~torch.isfinite(wide)).sum())
+    sketch = flat[:: (count // SKETCH) | 1].clone()
+    return Statistics(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, numbers, sketch)
 
 
-def as_facts(calls: Sequence[Statistics]) -> list[dict[str, Any]]:
-    """Return the statistics of one tap, one entry per call, as plain JSON values.
+def as_facts(calls: Mapping[str, Sequence[Statistics]]) -> dict[str, list[Any]]:
+    """Return the statistics by tap as columns of plain JSON values, one row for each call.
 
-    Keys: shape, stride, offset, dtype, n, mean, rms, min, max, nonfinite, sketch; the numbers are None of no elements.
+    Columns: tap, call (0, 1, ... of the tap), shape, stride, offset, dtype, n, mean, rms, min, max (None of no
+    elements), nonfinite (elements), sketch (numbers with a space between: a column of lists would be most of a file).
     """
-    return [_facts(call) for call in calls]
+    rows = [(tap, number, each) for tap, found in calls.items() for number, each in enumerate(found)]
+    numbers = _fetched([x for _, _, each in rows for x in each.numbers])
+    columns: dict[str, list[Any]] = defaultdict(list)
+    for tap, call, each in rows:
+        count = math.prod(each.shape) * (2 if each.dtype.is_complex else 1)
+        total, squares, least, greatest, *strays = [next(numbers) for _ in each.numbers] or [None] * 4
+        row = {
+            "tap": tap, "call": call, "shape": each.shape, "stride": each.stride, "offset": each.offset,
+            "dtype": str(each.dtype).removeprefix("torch."), "n": count,
+            "mean": total / count if count else None, "rms": math.sqrt(squares / count) if count else None,
+            "min": least, "max": greatest, "nonfinite": int(strays[0]) if strays else 0,
+            "sketch": " ".join(map(repr, each.sketch.tolist())),
+        }  # fmt: skip
+        for name, value in row.items():
+            columns[name].append(value)
+    return dict(columns)
 
 
-def _facts(found: Statistics) -> dict[str, Any]:
-    count = math.prod(found.shape) * (2 if found.dtype.is_complex else 1)
-    total, squares, least, greatest = (float(x) for x in found.numbers) if found.numbers else (math.nan,) * 4
-    return {
-        "shape": found.shape,
-        "stride": found.stride,
-        "offset": found.offset,
-        "dtype": str(found.dtype).removeprefix("torch."),
-        "n": count,
-        "mean": total / count if count else None,
-        "rms": math.sqrt(squares / count) if count else None,
-        "min": least if count else None,
-        "max": greatest if count else None,
-        "nonfinite": int(found.nonfinite) if found.nonfinite is not None else 0,
-        "sketch": found.sketch.tolist(),
-    }
+def _fetched(numbers: Sequence[Tensor]) -> Any:
+    """Return an iterator over the values of scalars, each kind of them brought from its device at once."""
+    places: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    for i, number in enumerate(numbers):
+        places[number.dtype, number.device].append(i)
+    values: list[float] = [0.0] * len(numbers)
+    for inside in places.values():
+        for i, value in zip(inside, torch.stack([numbers[i] for i in inside]).tolist(), strict=True):
+            values[i] = value
+    return iter(values)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 KINDS = ("input", "hidden", "weight", "routing", "selection", "scores", "state", "cache", "mask", "logits", "parts")
 PINNED_KINDS = frozenset({"hidden"})
@@ -42,22 +43,29 @@ _INPUT = re.compile(r"\.in(\.\w+(\.\d+)?)?$")
 _OUTPUT = re.compile(r"\.out\.\d+$")
 _CHOICE = re.compile(r"(top_?k|rout\w*|select\w*|expert)_\w*(ind|idx|ids|experts)|^(selected_experts|expert_ids)")
 
+_remembered = lru_cache(maxsize=1 << 16)
+"""The same names are asked about at every call of a model, and of every run that is compared."""
 
+
+@_remembered
 def unit_of(tap: str) -> str:
     """Return the unit that produced a tap: `layers.3.attn.in.mask` and `layers.3.attn.out.1` -> `layers.3.attn`."""
     return _OUTPUT.sub("", _INPUT.sub("", tap))
 
 
+@_remembered
 def is_input(tap: str) -> bool:
     """Say whether a tap is a unit's input as computed (it measures the glue in front of the unit)."""
     return _INPUT.search(tap) is not None
 
 
+@_remembered
 def is_choice(argument: str) -> bool:
     """Say whether an integer argument of this name is a decision made elsewhere (`top_k_index`, `router_indices`)."""
     return _CHOICE.search(argument) is not None
 
 
+@_remembered
 def level_of(tap: str) -> int:
     """Return 1 for layers and everything beside them, 2 for their children, 3 for anything deeper."""
     unit = unit_of(tap)
@@ -68,12 +76,14 @@ def level_of(tap: str) -> int:
     return min(3, 1 + rest.count("."))
 
 
+@_remembered
 def layer_of(tap: str) -> str:
     """Return the layer or block that a tap lies in (`layers.3`), or the unit itself."""
     match = _CONTAINER.match(tap)
     return match.group(0) if match else unit_of(tap)
 
 
+@_remembered
 def kind_of(tap: str) -> str:
     """Guess a tap's kind from its name, for ports that do not say."""
     if tap.startswith("inputs."):

@@ -305,8 +305,13 @@ class StageResult:
         return self.status is Status.PASSED
 
 
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
+
 def as_json(value: Any) -> Any:
     """Turn records, enums, paths, tuples and mappings into plain JSON values."""
+    if type(value) in _PLAIN:  # nearly everything in a long list of facts
+        return value
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

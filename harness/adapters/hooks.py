@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,13 +24,15 @@ from torch.utils.hooks import RemovableHandle
 
 from harness import taps as tapnames
 from harness.adapter import Recorder
+from harness.adapters.handed import Handed, like
 from harness.adapters.structure import Structure
-from harness.recorder import version_of
 
 _NOT_VALUES = re.compile(r"mask|cache|past|position_ids|cu_seqlens|seq_?len|seq_idx|grid|labels", re.IGNORECASE)
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as", "detach", "clone", "contiguous"})
 _VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"})
-_TOPK = (torch.topk, Tensor.topk)
+_TOPK = frozenset({torch.topk, Tensor.topk})
+_CALLED = [getattr(owner, name, None) for owner in (Tensor, torch) for name in _CASTS | _VIEWS]
+_WATCHED = _TOPK | {function for function in _CALLED if callable(function)}
 
 
 class Taps:
@@ -42,8 +45,7 @@ class Taps:
         self.record: Recorder | None = None
         self._stack: list[str] = []
         self._calls: dict[str, int] = {}
-        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
-        self._places: dict[tuple[Any, ...], tuple[Tensor, int, Tensor]] = {}
+        self.handed = Handed()
         self._head: Tensor | None = None
         self._signatures: dict[str, tuple[str, ...]] = {}
         self._handles: list[RemovableHandle] = []
@@ -71,40 +73,19 @@ class Taps:
             self.record, self._head = None, None
             self._stack.clear()
             self._calls.clear()
-            self._known.clear()
-            self._places.clear()
+            self.handed.clear()
 
     def logits(self, logits: Tensor) -> Tensor:
         """Record the final logits; those of the output matrix too, where something came after it."""
         assert self.record is not None
         head = self._head
-        if head is not None and (head.shape != logits.shape or not torch.equal(head.double(), logits.double())):
+        if head is not None and head is not logits and not _same(head, logits):
             self.record("lm_head", head, kind="logits")
         return self.record("logits", logits, dims="batch token vocab")
 
-    def known(self, tensor: Tensor) -> bool:
-        """Say whether a tensor is a value handed out before, at most cast or reshaped, and not written into since."""
-        found = self._known.get(id(tensor))
-        if found is None:
-            found = self._places.get(_place(tensor)) if tensor.is_contiguous() else None
-            if found is None or found[1] != version_of(tensor):
-                return False
-            self.learn(tensor, _like(found[2], tensor) if found[2] is not found[0] else None)
-            return True
-        return found[0] is tensor and found[1] == version_of(tensor)
-
-    def standing_for(self, tensor: Tensor) -> Tensor:
-        """Return what a known tensor was overwritten with: the caller may still hold, and pass on, its own."""
-        return self._known[id(tensor)][2]
-
-    def learn(self, tensor: Tensor, instead: Tensor | None = None) -> Tensor:
-        """Remember a value, and what it was overwritten with; return what to go on with."""
-        result = tensor if instead is None else instead
-        for value in (tensor, result):
-            entry = self._known[id(value)] = (value, version_of(value), result)
-            if value.is_contiguous():  # a view shares its place and its version
-                self._places.setdefault(_place(value), entry)
-        return result
+    def learn(self, tensor: Tensor) -> None:
+        """Remember a value that is recorded already."""
+        self.handed.learn(tensor)
 
     def unit(self) -> str:
         """Return the innermost unit that is running."""
@@ -114,30 +95,34 @@ class Taps:
         self._signatures[name] = _argument_names(module)
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-            return self._before(name, path, args, kwargs) if self.record is not None else None
+            if self.record is None:
+                return None
+            with torch._C.DisableTorchFunction():  # what is looked at here is no call of the port
+                return self._before(name, path, args, kwargs)
 
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             if self.record is None:
                 return None
             if name.endswith(".experts") and getattr(self.record, "wants_parts", False):
                 self._parts(name, module, args, kwargs, output)
-            return self._after(name, output)
+            with torch._C.DisableTorchFunction():
+                return self._after(name, output)
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     def _before_backbone(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         embedded = kwargs.get("inputs_embeds")
-        if self.record is None or not isinstance(embedded, Tensor) or self.known(embedded):
+        if self.record is None or not isinstance(embedded, Tensor) or self.handed.known(embedded):
             return None
-        return args, {**kwargs, "inputs_embeds": self.learn(embedded, self.record("merged", embedded))}
+        return args, {**kwargs, "inputs_embeds": self.handed.learn(embedded, self.record("merged", embedded))}
 
     def _before(self, name: str, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         count = self._calls[name] = self._calls.get(name, 0) + 1
         self._stack.append(name if count == 1 else f"{name}.call{count - 1}")
         given: tuple[list[Any], dict[str, Any]] = ([*args], dict(kwargs))
         first = True
-        for place, argument in _in_order(self._signatures[name], args, kwargs):
+        for place, argument in _in_order(self._signatures[name], len(args), tuple(kwargs)):
             core = first and path in self.structure.cores
             label = "" if first else f".{argument}"
             holder: Any = given[0] if isinstance(place, int) else given[1]
@@ -147,7 +132,7 @@ class Taps:
 
     def _arguments(self, value: Any, argument: str, label: str, *, core: bool) -> tuple[Any, bool]:
         """Record one argument (a tensor, or a tuple of them); return what goes on, and whether it held values."""
-        if _NOT_VALUES.search(argument):
+        if not _holds_values(argument):
             return value, False
         unit = self._stack[-1]
         if isinstance(value, tuple) and value and all(isinstance(v, Tensor) for v in value):
@@ -163,25 +148,25 @@ class Taps:
         return self._value(f"{unit}.in{label}", value), True
 
     def _value(self, tap: str, value: Tensor) -> Tensor:
-        if self.known(value):
-            return self.standing_for(value)
+        if self.handed.known(value):
+            return self.handed.standing_for(value)
         if value.numel() == 0 or value.dim() == 0:
             return value
         assert self.record is not None
-        return self.learn(value, self.record(tap, value))
+        return self.handed.learn(value, self.record(tap, value))
 
     def _choice(self, tap: str, value: Tensor) -> Tensor:
         """Record what a unit was told to choose, known or not: between choosing and using, a choice may be changed."""
         assert self.record is not None
         if value.numel() == 0 or value.dim() == 0:
             return value
-        value = self.standing_for(value) if self.known(value) else value
-        return self.learn(value, self.record(tap, value))
+        value = self.handed.standing_for(value) if self.handed.known(value) else value
+        return self.handed.learn(value, self.record(tap, value))
 
     def _after(self, name: str, output: Any) -> Any:
         unit = self._stack.pop()
         if name == "lm_head" and isinstance(output, Tensor):
-            self._head = self.learn(output)
+            self._head = self.handed.learn(output)
         if self._head is not None:
             return output  # what comes after the output matrix ends in the logits
         position = 0
@@ -195,7 +180,7 @@ class Taps:
             if position > 1 and self._is_attention_map(value):
                 return value  # an implementation may not have it at all
             assert self.record is not None
-            return self.learn(value, self.record(tap, value))
+            return self.handed.learn(value, self.record(tap, value))
 
         return _mapped(output, replaced)
 
@@ -232,10 +217,10 @@ class Taps:
         kind = "routing" if routing else "selection"
         chosen = self.record(tap, own, dims=f"{lead} choice", kind=kind)
         if chosen is own:
-            self.learn(indices)
+            self.handed.learn(indices)
             return result
         chosen = torch.where(chosen < 0, seen.argmin(-1, keepdim=True), chosen).to(indices.dtype)
-        return type(result)((scores.gather(-1, chosen), self.learn(chosen)))
+        return type(result)((scores.gather(-1, chosen), self.handed.learn(chosen)))
 
 
 class _Watch(TorchFunctionMode):
@@ -246,24 +231,34 @@ class _Watch(TorchFunctionMode):
         self.taps = taps
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _WATCHED:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        taps = self.taps
-        if func in _TOPK:
-            scores = args[0] if args else kwargs["input"]
-            size = args[1] if len(args) > 1 else kwargs["k"]
-            dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-            largest = args[3] if len(args) > 3 else kwargs.get("largest", True)
-            last = dim in (-1, scores.dim() - 1)
-            if last and largest and scores.is_floating_point() and "out" not in kwargs:
-                return taps.decision(scores, result, -1, size)
-        elif getattr(func, "__name__", "") in _CASTS | _VIEWS and isinstance(result, Tensor) and args:
-            source = args[0]
-            follows = result is not source and isinstance(source, Tensor) and source.numel() == result.numel()
-            if follows and taps.known(source):
-                instead = taps.standing_for(source)
-                taps.learn(result, None if instead is source else _like(instead, result))
+        with torch._C.DisableTorchFunction():
+            if func in _TOPK:
+                return self._topk(result, args, kwargs)
+            if isinstance(result, Tensor) and args:
+                self._follow(result, args[0])
         return result
+
+    def _topk(self, result: Any, args: Any, kwargs: Any) -> Any:
+        scores = args[0] if args else kwargs["input"]
+        size = args[1] if len(args) > 1 else kwargs["k"]
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        largest = args[3] if len(args) > 3 else kwargs.get("largest", True)
+        last = dim in (-1, scores.dim() - 1)
+        if last and largest and scores.is_floating_point() and "out" not in kwargs:
+            return self.taps.decision(scores, result, -1, size)
+        return result
+
+    def _follow(self, result: Tensor, source: Any) -> None:
+        handed = self.taps.handed
+        if result is source or not isinstance(source, Tensor) or source.numel() != result.numel():
+            return
+        if handed.known(source):
+            instead = handed.standing_for(source)
+            handed.learn(result, None if instead is source else like(instead, result))
 
 
 class Float64Islands(TorchFunctionMode):
@@ -278,13 +273,11 @@ class Float64Islands(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.numel(), tensor.dtype
-
-
-def _like(instead: Tensor, alias: Tensor) -> Tensor:
-    """Bring what stands for a value to the shape and precision of an alias of it."""
-    return instead.reshape(alias.shape).to(alias.dtype)
+def _same(actual: Tensor, expected: Tensor) -> bool:
+    """Say whether two tensors hold the same values, in whatever precision."""
+    if actual.shape != expected.shape or actual.dtype == expected.dtype:
+        return torch.equal(actual, expected)
+    return torch.equal(actual.double(), expected.double())
 
 
 def _parts_of(
@@ -294,7 +287,7 @@ def _parts_of(
 
     Such a module takes choices and weights of one shape [N, K]. Any other yields nothing.
     """
-    places = {name: p for p, name in _in_order(names, args, kwargs)}
+    places = {name: p for p, name in _in_order(names, len(args), tuple(kwargs))}
     given = {name: args[p] if isinstance(p, int) else kwargs[p] for name, p in places.items()}
     choices = {n: v for n, v in given.items() if isinstance(v, Tensor) and v.dim() == 2 and tapnames.is_choice(n)}
     if len(choices) != 1 or not isinstance(output, Tensor):
@@ -337,11 +330,17 @@ def _argument_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in kinds)
 
 
-def _in_order(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int | str, str]]:
-    """Return (place, name) of the given arguments, in the order of the signature: places are positions or keywords."""
-    positional = [(i, names[i] if i < len(names) else f"arg{i}") for i in range(len(args))]
-    keywords = sorted(kwargs, key=lambda k: names.index(k) if k in names else len(names))
-    return [*positional, *((k, k) for k in keywords)]
+@lru_cache(maxsize=1 << 12)
+def _in_order(names: tuple[str, ...], count: int, keywords: tuple[str, ...]) -> list[tuple[int | str, str]]:
+    """Return (place, name) of given arguments, in the order of the signature: `count` by position, then keywords."""
+    positional: list[tuple[int | str, str]] = [(i, names[i] if i < len(names) else f"arg{i}") for i in range(count)]
+    ordered = sorted(keywords, key=lambda k: names.index(k) if k in names else len(names))
+    return [*positional, *((k, k) for k in ordered)]
+
+
+@lru_cache(maxsize=1 << 12)
+def _holds_values(argument: str) -> bool:
+    return _NOT_VALUES.search(argument) is None
 
 
 def _lead(scores: Tensor, routing: bool) -> str:
