@@ -14,7 +14,7 @@ from harness.plan import Plan
 from harness.report.results import Environment
 from harness.schedule import Schedule
 from harness.stages import StageView
-from harness.types import STAGES, StageResult, Status, Trace
+from harness.types import STAGES, StageResult, Status, Trace, Verdict
 
 
 def environment(plan: Plan, checklist_digest: str) -> Environment:
@@ -72,7 +72,7 @@ def not_covered(plan: Plan, stages: Sequence[StageResult]) -> list[str]:
     for feature, why in plan.scope.off.items():
         if feature not in plan.skipped:
             off.setdefault(why, []).append(feature)
-    sentences = [f"{', '.join(features)}: {why}" for why, features in off.items()]
+    sentences = [f"{', '.join(features)}: {why}{_unjudged(features, stages)}" for why, features in off.items()]
     unobserved: dict[str, list[str]] = {}
     for glob, why in plan.scope.unobservable.items():
         unobserved.setdefault(why, []).append(glob)
@@ -85,7 +85,7 @@ def not_covered(plan: Plan, stages: Sequence[StageResult]) -> list[str]:
     for stage in stages:
         skipped: dict[str, list[str]] = {}
         for verdict in stage.verdicts:
-            if verdict.status is Status.SKIPPED:
+            if verdict.status is Status.SKIPPED and not any(_for(word, verdict) for word in plan.scope.off):
                 skipped.setdefault(verdict.reason, []).append(verdict.criterion.id)
         sentences += [f"{stage.name}: {', '.join(ids)}: {why}" for why, ids in skipped.items()]
         sentences += [
@@ -96,6 +96,17 @@ def not_covered(plan: Plan, stages: Sequence[StageResult]) -> list[str]:
         if stage.status is Status.BLOCKED:
             sentences.append(f"{stage.name}: not run, {stage.reason}")
     return list(dict.fromkeys(sentences))
+
+
+def _for(feature: str, verdict: Verdict) -> bool:
+    """Say whether a criterion was skipped because a feature is switched off."""
+    return verdict.status is Status.SKIPPED and verdict.reason.startswith(f"{feature} is switched off")
+
+
+def _unjudged(features: Sequence[str], stages: Sequence[StageResult]) -> str:
+    ids = [v.criterion.id for s in stages for v in s.verdicts if any(_for(f, v) for f in features)]
+    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
+    return f" (so not judged: {', '.join(ids[:3])}{more})" if ids else ""
 
 
 def practice_evidence(plan: Plan, schedule: Schedule) -> dict[str, str]:
