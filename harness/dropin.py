@@ -26,11 +26,11 @@ import ctypes
 import datetime
 import fnmatch
 import hashlib
+import itertools
 import json
 import os
 import platform
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -50,6 +50,7 @@ _DTYPES = {
 }  # fmt: skip
 _KINDS = {"logits": "logits", "inputs.token_ids": "input"}
 _LIVE: dict[int, Recorder] = {}
+_KEYS = itertools.count()
 
 
 class Recorder:
@@ -85,7 +86,7 @@ class Recorder:
         self._watched: dict[str, bool] = {}
         self._hooks: list[Any] = []
         self._forward = 0
-        self._key = len(_LIVE)
+        self._key = next(_KEYS)
         _LIVE[self._key] = self
         atexit.register(self.close)
 
@@ -130,6 +131,7 @@ class Recorder:
         """
         rename = mapping if callable(mapping) else (lambda path: mapping.get(path)) if mapping else (lambda path: path)
         for path, module in model.named_modules():
+            path = path.replace("_orig_mod.", "").removesuffix("_orig_mod")  # what a compiled module puts in between
             name = rename(path) if path else None
             if name:
                 self._watched[name] = False
@@ -335,7 +337,7 @@ class Recorder:
             **{str(k): str(v) for k, v in self.about.items()},
             "recorder": f"dropin {VERSION}", "version.torch": torch.__version__,
             "version.python": platform.python_version(), "machine": f"{platform.machine()} {platform.system()}",
-            "host": socket.gethostname(), "command": Path(sys.argv[0]).name if sys.argv else "",
+ "command": Path(sys.argv[0]).name if sys.argv else "",
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }  # fmt: skip
 

@@ -39,7 +39,10 @@ def compare_dirs(
     promises = load_checklists(checklists)
     rows = read_mapping(mapping) if mapping is not None else []
     ours = [apply_mapping(t, rows) if rows else t for t in _comparable(actual)]
-    oracles, floors = _answers(_comparable(expected))
+    theirs = _comparable(expected)
+    _check_checkpoint(ours, theirs)
+    oracles, floors = _answers(theirs)
+    command = f"day0 compare {actual} {expected}" + (f" --map {mapping}" if mapping else "")
     by_stage: dict[str, list[Measurement]] = defaultdict(list)
     extra: set[str] = set()
     coarse: set[str] = set()
@@ -52,7 +55,7 @@ def compare_dirs(
         by_stage[stage] += _compared(stage, trace, oracle, oracles, floors[key], expected)
         coarse |= {f.setup.dtype for f in floors[key] if f.setup.dtype != (trace.run.dtype or trace.setup.dtype)}
         extra |= set(trace.tensors) - set(oracle.tensors) if oracle is not None else set()
-    stages = [_judged(stage, by_stage[stage], promises, actual, expected) for stage in STAGES if stage in by_stage]
+    stages = [_judged(stage, by_stage[stage], promises, command) for stage in STAGES if stage in by_stage]
     unseen = f"{len(extra)} taps of {actual} have no counterpart: {', '.join(sorted(extra)[:8])}" if extra else ""
     other = f"the floor was recorded in {', '.join(sorted(coarse))}, not in the port's precision" if coarse else ""
     missing = "" if any(floors.values()) else "no floor was recorded: every value is held to half an ulp of the port"
@@ -64,7 +67,7 @@ def compare_dirs(
         questions=promises.questions,
         partial=True,
         partial_reason="traces alone were compared",
-        command=f"day0 compare {actual} {expected}" + (f" --map {mapping}" if mapping else ""),
+        command=command,
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
 
@@ -80,6 +83,14 @@ def propose_map(actual: Path, expected: Path) -> str:
                 raise TraceError(f"none of {len(lost)} expected taps was found in {actual}; nothing can be proposed")
             return proposal_text(placed, lost, trace)
     raise TraceError(f"expected a request that was recorded in both {actual} and {expected}, found none")
+
+
+def _check_checkpoint(actual: Sequence[Trace], expected: Sequence[Trace]) -> None:
+    """Raise TraceError where both sides say which checkpoint they ran, and it is not the same one."""
+    ours, theirs = ({d for t in traces if (d := t.provenance.get("checkpoint"))} for traces in (actual, expected))
+    if ours and theirs and not ours & theirs:
+        a, b = (", ".join(sorted(d[:12] for d in digests)) for digests in (ours, theirs))
+        raise TraceError(f"expected traces of one checkpoint, found {a} and {b}; record both sides from the same one")
 
 
 def _comparable(folder: Path) -> list[Trace]:
@@ -201,14 +212,11 @@ def _answers(traces: Iterable[Trace]) -> tuple[dict[str, Trace], dict[str, list[
     return oracles, floors
 
 
-def _judged(
-    stage: str, measurements: Sequence[Measurement], promises: Any, actual: Path, expected: Path
-) -> StageResult:
+def _judged(stage: str, measurements: Sequence[Measurement], promises: Any, reproduce: str) -> StageResult:
     criteria = [c for c in promises.by_stage[stage] if any(gate.covers(c, m) for m in measurements)]
     verdicts, unjudged = gate.judge(
         criteria=criteria, measurements=measurements, in_scope=lambda _: "", today=datetime.date.today()
     )
-    reproduce = f"day0 compare {actual} {expected}"
     verdicts = [dataclasses.replace(v, reproduce=reproduce) for v in verdicts]
     status, reason = gate.stage_status(verdicts)
     bad = [(c, m) for c in criteria for m in gate.failing(c, measurements)]

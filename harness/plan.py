@@ -239,7 +239,10 @@ def code_digest(spec: str) -> str:
 
 
 def _code_files(spec: Spec) -> list[Path]:
-    """Return the Python files of a port, in order."""
+    """Return the Python files of a port, in order; of recordings their manifests, which hold every digest."""
+    if spec.kind == "traces":
+        mapping = [Path(spec.options["map"]).expanduser()] if "map" in spec.options else []
+        return [*sorted(Path(spec.target).expanduser().rglob("manifest.json")), *(m for m in mapping if m.is_file())]
     module = spec.target.rpartition(":")[0] or spec.target
     if spec.kind == "builtin":
         named = metadata.entry_points(group="day0.adapters", name=spec.target)

@@ -169,6 +169,34 @@ def test_inside_a_compiled_region(recorder, backend):
     assert all(torch.equal(a.tensors[n], b.tensors[n]) for n in a.tensors)
 
 
+def test_compiled_layers_one_by_one(recorder):
+    """Blocks compiled in place, as engines do, record what the eager model records under the same names."""
+    model, other = Model(), Model()
+    with torch.no_grad():
+        for request, made in (("eager", model), ("compiled", other)):
+            recorder.watch(made)
+            if request == "compiled":
+                torch._dynamo.reset()
+                for block in made.blocks:
+                    block.compile(backend="aot_eager", fullgraph=True)
+            recorder.tokens(request, range(11), ids=IDS)
+            made(torch.tensor(IDS))
+    a, b = recorded(recorder, "eager"), recorded(recorder, "compiled")
+    assert list(a.tensors) == list(b.tensors)
+    assert all(torch.equal(a.tensors[n], b.tensors[n]) for n in a.tensors)
+
+
+def test_recorders_do_not_mix(tmp_path):
+    """A recorder that was closed leaves its successors alone, in captured regions too."""
+    first = dropin.Recorder(tmp_path / "a", names=["*"])
+    second = dropin.Recorder(tmp_path / "b", names=["*"])
+    first.close()
+    third = dropin.Recorder(tmp_path / "c", names=["*"])
+    assert second._key != third._key
+    second.close()
+    third.close()
+
+
 def test_memory_is_bounded(tmp_path):
     """Beyond max_bytes a tap is left out whole, and the manifest says so; the others stay."""
     recorder = dropin.Recorder(tmp_path, names=["*"], max_bytes=11 * 4 * 40)

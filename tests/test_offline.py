@@ -143,6 +143,19 @@ def test_another_request_is_refused(folders):
         compare_dirs(mine, gold)
 
 
+def test_another_checkpoint_or_recorder_is_refused(folders, tmp_path):
+    """Traces of two checkpoints, or of another version of the recorder, are not compared."""
+    mine, gold = folders()
+    said = {"checkpoint": "a" * 32}
+    save_trace(gold / "oracle" / "a", replace(trace("oracle", values(), request()), provenance=said))
+    save_trace(mine / "free", replace(trace("accel", values(), request()), provenance={"checkpoint": "b" * 32}))
+    with pytest.raises(TraceError, match="expected traces of one checkpoint, found bbbbbbbbbbbb and aaaaaaaaaaaa"):
+        compare_dirs(mine, gold)
+    save_trace(mine / "free", replace(trace("accel", values(), request()), provenance={"recorder": "0"}))
+    with pytest.raises(TraceError, match="stale: made by version 0 of the recorder"):
+        compare_dirs(mine, gold)
+
+
 def test_a_folder_without_traces_is_refused(tmp_path, folders):
     """An empty folder is no evidence, on either side."""
     mine, gold = folders()

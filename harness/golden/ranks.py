@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness import recorder
 from harness.errors import TraceError
 from harness.golden.store import load_trace
 from harness.types import Tap, Trace
@@ -29,6 +30,12 @@ def load_recordings(folder: Path) -> list[Trace]:
     groups: dict[Path, list[Trace]] = defaultdict(list)
     for path in manifests:
         trace = load_trace(path.parent)
+        version = trace.provenance.get("recorder", "")
+        if version.isdigit() and int(version) != recorder.VERSION:
+            raise TraceError(
+                f"the trace in {path.parent} is stale: made by version {version} of the recorder, this is version "
+                f"{recorder.VERSION}; record it again"
+            )
         if "rank" in trace.facts and path.parent.name.startswith("rank-"):
             groups[path.parent.parent].append(trace)
         else:
