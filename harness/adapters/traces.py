@@ -105,7 +105,7 @@ class TracesAdapter:
             unobservable={
                 glob: why for trace in self.traces for glob, why in _unseen(trace, layers, vision=vision).items()
             },
-            off=dict.fromkeys(_OFF, RECORDED),
+            off={**dict.fromkeys(_OFF, RECORDED), **_black_box(self.traces)},
         )
 
     def load(self, checkpoint: Path, setup: Setup) -> Facts:
@@ -138,7 +138,7 @@ class TracesAdapter:
                 kind = tap.kind if tap.kind != "hidden" else ""
                 record(name, tensor, dims=" ".join(tap.dims), kind=kind)
         if "logits" not in trace.tensors:
-            raise PortError(f"{self.name}: {_why_unseen('logits', trace)}; without logits nothing is judged as a whole")
+            raise PortError(f"{self.name}: no logits: {_why_unseen('logits', trace)}; nothing can be judged as a whole")
         dims = trace.taps["logits"].dims
         return record("logits", trace.tensors["logits"], dims=" ".join(dims) or "batch token vocab", kind="logits")
 
@@ -155,6 +155,12 @@ class TracesAdapter:
             if trace.run.case is not None and trace.run.case.token_ids == tuple(ids):
                 return trace
         raise PortError(f"{self.name} holds no recording of these {len(ids)} token ids: {RECORDED}")
+
+
+def _black_box(traces: Sequence[Trace]) -> dict[str, str]:
+    """Return, for recordings without a single layer, the words in which they are accepted."""
+    layered = any(re.fullmatch(r"layers\.\d+", name) for trace in traces for name in trace.tensors)
+    return {} if layered else {"layers": "no layer was recorded: a black box, judged by what it ends in alone"}
 
 
 def _check_dtype(name: str, traces: Sequence[Trace], setup: Setup) -> None:
@@ -202,4 +208,4 @@ def _why_unseen(name: str, trace: Trace) -> str:
     if name in gaps:
         return f"{name} was recorded at {gaps[name]} only"
     noted = next((text for tap, text in notes.items() if fnmatch.fnmatchcase(name, tap)), "")
-    return noted or f"{name} was not recorded"
+    return noted or "it was not recorded"

@@ -170,7 +170,7 @@ def _place(
         off = _error(source, text, actual, target, axis, exact=exact)
         if off is not None and off <= allowed:
             return Proposal(tap=name, source=source, expr=text, error=off, ids=exact)
-    told = best is not None and error < 10
+    told = best is not None and error < 1
     return f"nearest is {best.source} (median relative error {error:.2g})" if told and best else "nothing is like it"
 
 
@@ -179,7 +179,9 @@ def _nearest(name: str, rows: Tensor, views: Sequence[View], *, exact: bool) -> 
     probe = _probe(rows)
     alike = [v for v in views if v.rows.shape == rows.shape]
     from_afar = sorted(((distance(v.probe, probe, exact=exact), -_alike(v.source, name), v) for v in alike), key=_rank)
-    finalists = [v for _, _, v in from_afar[:_FINALISTS]]
+    finalists = [v for error, _, v in from_afar[:_FINALISTS] if error <= 4 * TOLERANCE]
+    if not finalists:
+        return [(error, view) for error, _, view in from_afar[:1]]
     closer = sorted(((distance(v.rows, rows, exact=exact), -_alike(v.source, name), v) for v in finalists), key=_rank)
     return [(error, view) for error, _, view in closer]
 
@@ -199,10 +201,11 @@ def distance(actual: Tensor, expected: Tensor, *, exact: bool = False) -> float:
         return float("inf")
     if exact or not expected.is_floating_point():
         return float((actual.sort(-1).values != expected.sort(-1).values).float().mean())
-    a, b = actual.double(), expected.double()
-    finite = torch.isfinite(b)
-    a, b = torch.where(finite, a, 0.0), torch.where(finite, b, 0.0)
-    error = (a - b).square().sum(-1).sqrt() / b.square().sum(-1).sqrt().clamp(min=1e-300)
+    a, b = actual.float(), expected.float()
+    if not bool(torch.isfinite(b.sum())):  # masked scores: what has no value is left out
+        finite = torch.isfinite(b)
+        a, b = torch.where(finite, a, 0.0), torch.where(finite, b, 0.0)
+    error = torch.linalg.vector_norm(a - b, dim=-1) / torch.linalg.vector_norm(b, dim=-1).clamp(min=1e-30)
     middle = float(error.median())
     return middle if middle == middle else float("inf")
 
@@ -256,10 +259,23 @@ def proposal_text(placed: Sequence[Proposal], lost: Mapping[str, str], actual: T
         lines += ["", f"# {what} {max(errors):.2g}" + (f", {len(errors)} places" * (len(errors) > 1))]
         lines += ["[[taps]]", f'tap = "{tap}"', f'from = "{source}"']
         lines += [f"expr = '{expr}'"] if expr != "out" else []
-    lines += ["", *(f"# not placed: {name}: {why}" for name, why in lost.items())]
+    lines += ["", *_remarks("not placed", lost)]
     used = {p.source for p in placed} | {n for p in placed for n in re.findall(r'tap\("([^"]*)"\)', p.expr)}
-    lines += [f"# not used: {name}" for name in actual.tensors if name not in used and ".out." not in name]
+    lines += _remarks("not used", {n: "" for n in actual.tensors if n not in used and ".out." not in n})
     return "\n".join(lines) + "\n"
+
+
+def _remarks(what: str, names: Mapping[str, str]) -> list[str]:
+    """Return a comment for each name, or one for a name that comes in several layers, with the first reason."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "{n}", name, count=1), []).append(name)
+    lines = []
+    for generic, members in groups.items():
+        alone = len(members) == 1
+        name, why = (members[0] if alone else f"{generic} ({len(members)} places)"), names[members[0]]
+        lines.append(f"# {what}: {name}" + (f": {why}" if why else ""))
+    return lines
 
 
 def _grouped(placed: Sequence[Proposal], names: Sequence[str]) -> list[tuple[str, str, str, list[float], bool]]:

@@ -138,11 +138,20 @@ def test_what_was_not_recorded_is_unobservable_with_its_reason(llama, tmp_path):
         'format = "day0.map/1"\n[[taps]]\ntap = "layers.{n}"\nfrom = "model.layers.{n}"\n'
     )
     port = mapped(folder, llama)
-    assert port.scope.unobservable["layers.1"] == "layers.1 was not recorded"
+    assert port.scope.unobservable["layers.1"] == "it was not recorded"
     assert "layers.0" not in port.scope.unobservable
     inputs = port.prepare(port.cases[0], silent)
-    with pytest.raises(PortError, match="logits was not recorded"):
+    with pytest.raises(PortError, match="no logits: it was not recorded"):
         port.forward(inputs, silent)
+
+
+def test_recordings_without_layers_are_a_black_box(right, llama, tmp_path):
+    """Logits alone can be judged, and the scope says in which words; recordings with layers are no black box."""
+    folder = engine(llama, tmp_path, names=["lm_head"])
+    rows = ['format = "day0.map/1"', "[[taps]]", 'tap = "logits"', 'from = "lm_head"']
+    (tmp_path / "map.toml").write_text("\n".join(rows))
+    assert "a black box" in mapped(folder, llama).scope.off["layers"]
+    assert "layers" not in mapped(right, llama).scope.off
 
 
 def test_recordings_of_another_checkpoint_are_refused(right, llama, tmp_path):
