@@ -3,8 +3,8 @@
     python benchmarks/localise.py [--layers 24] [--seed 0]
 
 The model is the random Qwen3-MoE of `moe24.py` in bfloat16, its weights roughened so that rotary faults show. Changed in
-turn: attention by another implementation (harmless, in every layer), the rotary base, a mask that is off by one, and an
-output projection scaled by 1 %, each in one layer. For each it prints the layers in which a blocking criterion failed on
+turn are attention by another implementation (harmless, in every layer), the rotary base, a mask that is off by one, and
+an output projection scaled by 1 %, each in one layer. Printed are the layers in which a blocking criterion failed on
 isolated units, the error ratio of the changed layer, and the least cosine and correlation of any layer in a free run.
 """
 
@@ -77,7 +77,8 @@ def tried(lab: Lab, name: str) -> dict[str, object]:
     ports.close()
     own = sorted({_layer(p) for p in ports.places} & {f"layers.{i}" for i in range(lab.context.info.layers)})
     return {
-        "change": name, "kind": injection.kind, "injected_in": own, "failing_in": {layer: n for layer, n in failing.items() if n},
+        "change": name, "kind": injection.kind, "injected_in": own,
+        "failing_in": {layer: n for layer, n in failing.items() if n},
         "ratio_there": max((_ratio(measurements, layer) for layer in own), default=math.nan),
         "ratio_elsewhere": max(
             _ratio(measurements, f"layers.{i}") for i in range(lab.context.info.layers) if f"layers.{i}" not in own
