@@ -112,7 +112,7 @@ def positions_coarse(parts: Parts) -> Places:
     return [parts.tap(rotary), parts.tap(rotary, ".*")]
 
 
-@fault("TX04", cause="scale|softmax|slope", needs="softmax attention")
+@fault("TX04", cause="scale|times|softmax|slope", needs="softmax attention")
 def attention_scale(parts: Parts) -> Places:
     """The softmax scale is 10 % off."""
     attention = parts.softmax_attention()
@@ -199,7 +199,7 @@ def sinks_dropped(parts: Parts) -> Places:
     return [parts.tap(part), *_mixed(parts, attention)]
 
 
-@fault("AC06", cause="softmax|off|wrong|slope", needs="softmax attention")
+@fault("AC06", cause="softmax|off|wrong|slope|times", needs="softmax attention")
 def softmax_band(parts: Parts) -> Places:
     """A softmax over 41 to 64 or 129 to 192 keys has the wrong normaliser."""
 

@@ -30,8 +30,9 @@ OUTCOMES = ("detected", "missed", "accepted", "alarmed", "no place", "did not mo
 class Row:
     """How one injection ended on one architecture. `outcome` is one of `OUTCOMES`.
 
-    `stage_right`, `place_right`, `cause_right` are about the first finding of the stage that refused the port; None
-    where nothing was refused. `naive` says which common checks would have refused the port.
+    `moved`: whether the port gave other values than the unbroken one. `stage_right`, `place_right`, `cause_right` are
+    about the first finding of the stage that refused the port; None where nothing was refused. `naive` says which
+    common checks would have refused the port.
     """
 
     architecture: str
@@ -50,6 +51,7 @@ class Row:
     stage_right: bool | None = None
     place_right: bool | None = None
     cause_right: bool | None = None
+    moved: bool | None = None
     naive: Mapping[str, bool] = field(default_factory=dict)
     note: str = ""
     wall_s: float = 0.0
@@ -116,10 +118,12 @@ class Proof:
             judged = self.lab.judge(stage, traces)
             if not judged.accepted:
                 break
-        if injection.kind == "fault" and not self._moved(ports, traces):
+        moved = self._moved(ports, traces)
+        if injection.kind == "fault" and not moved:
             return self._made(injection, "did not move", places=ports.places)
         assert judged is not None
-        return self._scored(injection, judged, ports.places, self._naive(judged, ports, traces))
+        row = self._scored(injection, judged, ports.places, self._naive(judged, ports, traces))
+        return replace(row, moved=moved)
 
     def _stages(self, injection: Injection) -> list[str]:
         """Return the stages to go through. Weights are looked at where an injection may touch them."""
@@ -128,17 +132,21 @@ class Proof:
         return [s for s in known if s != "load" or weights]
 
     def _moved(self, ports: Ports, traces: Traces) -> bool:
-        """Say whether a place that the injection names differs from the unbroken port's: a tap, a weight, memory."""
+        """Say whether a place that the injection names differs from the unbroken port's: a tap, a weight, memory.
+
+        A harmless difference names none: any place counts.
+        """
+        places = ports.places or ("*",)
         for stage in [s for s in self.lab.runs if any(folder in traces for folder in self._folders(s))]:
             clean = self.clean(stage)
             for folder in self._folders(stage):
                 mine, other = traces.get(folder), clean.get(folder)
-                if any(_matches(name, ports.places) for name in _moved_taps(mine, other)):
+                if any(_matches(name, places) for name in _moved_taps(mine, other)):
                     return True
             if stage == "load":
                 before = self._clean.weights()
                 moved = [name for name, tensor in ports.weights().items() if not _equal(tensor, before[name])]
-                if set(moved) & set(ports.places):
+                if any(_matches(name, places) for name in moved):
                     return True
         return "forward" in ports.places and any(_takes_more(trace) for trace in traces.values())
 

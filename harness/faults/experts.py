@@ -208,13 +208,13 @@ def _one_expert(parts: Parts, factor: float) -> Places:
     return _expert_call(parts, change)
 
 
-@fault(cause="expert|scale|slope|off|wrong", needs="experts")
+@fault(cause="expert|scale|times|slope|off|wrong", needs="experts")
 def expert_scaled(parts: Parts) -> Places:
     """One expert's output is 10 % too large."""
     return _one_expert(parts, 1.1)
 
 
-@fault(cause="expert|scale|slope|off|wrong", needs="experts")
+@fault(cause="expert|scale|times|slope|off|wrong", needs="experts")
 def expert_slightly_scaled(parts: Parts) -> Places:
     """One expert's output is 1 % too large."""
     return _one_expert(parts, 1.01)

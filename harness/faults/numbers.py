@@ -14,7 +14,7 @@ from harness.faults.parts import Part, Parts, find, find_or_none, out_projection
 from harness.faults.ways import given, held, on_arguments, on_output, widen_logits, within
 
 Places = list[str]
-WHOLE = "off|wrong|scale|projection|linear|slope"
+WHOLE = "off|wrong|scale|times|projection|linear|slope"
 """Words of which a cause of a plainly wrong value has one."""
 
 
@@ -175,7 +175,7 @@ def half_overflow(parts: Parts) -> Places:
     return [parts.tap(part)]
 
 
-@fault(cause="embed|table|scale|off|wrong")
+@fault(cause="embed|table|scale|times|off|wrong")
 def embedding_scaled(parts: Parts) -> Places:
     """Embeddings are multiplied by a factor of 1.02 that the model does not have."""
     part = parts.module.get_input_embeddings()
@@ -197,7 +197,7 @@ def stale_token(parts: Parts) -> Places:
     return [parts.tap(part)]
 
 
-@fault(cause="norm|off|wrong|scale")
+@fault(cause="norm|off|wrong|scale|times")
 def final_norm_scaled(parts: Parts) -> Places:
     """The last norm is 1 % too large."""
     owner = next(m for m in parts.module.modules() if any(c is parts.layers[0] for lst in m.children()
@@ -207,7 +207,7 @@ def final_norm_scaled(parts: Parts) -> Places:
     return [parts.tap(norm)]
 
 
-@fault("ST12", cause="logits|head|scale|off|wrong")
+@fault("ST12", cause="logits|head|scale|times|off|wrong")
 def logits_scaled(parts: Parts) -> Places:
     """The logits lack a scale of 1.03."""
     head = parts.head()

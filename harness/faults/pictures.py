@@ -129,7 +129,7 @@ def pictures_attend_across(parts: Parts) -> Places:
     return [parts.tap(attention), parts.tap(attention, ".*"), parts.tap(parts.blocks[-1])]
 
 
-@fault(stage="image", cause="off|wrong|projection|scale", needs="a vision tower")
+@fault(stage="image", cause="off|wrong|projection|scale|times", needs="a vision tower")
 def block_scaled(parts: Parts) -> Places:
     """A projection in the tower is 1 % too large."""
     _grid(parts)
@@ -208,7 +208,7 @@ def tower_rope_base(parts: Parts) -> Places:
     return [parts.tap(attention, ".in.position_embeddings*"), parts.tap(attention), parts.tap(attention, ".*")]
 
 
-@fault(stage="image", cause="scale|softmax|core|attention|off|wrong", needs="a vision tower")
+@fault(stage="image", cause="scale|times|softmax|core|attention|off|wrong", needs="a vision tower")
 def tower_scale(parts: Parts) -> Places:
     """The softmax scale of one block of the tower is 10 % off."""
     _grid(parts)

@@ -36,9 +36,12 @@ class Score:
 
 
 def scores(rows: Sequence[Row]) -> list[Score]:
-    """Return the score of the shipped criteria, then those of the common checks, over the rows that were tried."""
+    """Return the score of the shipped criteria, then those of the common checks, over the rows that were tried.
+
+    A harmless difference that gave the very values of the unbroken port proves nothing and is not counted.
+    """
     faults = [r for r in rows if r.kind == "fault" and r.outcome in TRIED]
-    benign = [r for r in rows if r.kind == "benign" and r.outcome in TRIED]
+    benign = [r for r in rows if r.kind == "benign" and r.outcome in TRIED and (r.moved or r.outcome == "alarmed")]
 
     def count(chosen: Iterable[Row], holds: Callable[[Row], Any]) -> int:
         return sum(1 for r in chosen if holds(r))

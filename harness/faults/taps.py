@@ -51,31 +51,31 @@ def _positions(call: Call) -> Tensor:
 # --- values
 
 
-@fault(cause="off|wrong|projection|scale|slope")
+@fault(cause="off|wrong|projection|scale|times|slope")
 def tap_attention_scaled(ports: Tapped) -> Places:
     """An attention's output is 1 % too large."""
     return scaled(ports, r"layers\.\d+\.attn$", 1.01)
 
 
-@fault(cause="off|wrong|norm|scale|slope")
+@fault(cause="off|wrong|norm|scale|times|slope")
 def tap_norm_scaled(ports: Tapped) -> Places:
     """A norm is 1 % too large."""
     return scaled(ports, r"layers\.\d+\.input_norm$", 1.01)
 
 
-@fault(cause="off|wrong|glue|residual|scale|slope")
+@fault(cause="off|wrong|glue|residual|scale|times|slope")
 def tap_residual_scaled(ports: Tapped) -> Places:
     """The sum of input and attention is 1 % too large."""
     return scaled(ports, r"layers\.\d+\.mid$", 1.01)
 
 
-@fault(cause="off|wrong|embed|scale|slope")
+@fault(cause="off|wrong|embed|scale|times|slope")
 def tap_embedding_scaled(ports: Tapped) -> Places:
     """Embeddings are 2 % too large."""
     return scaled(ports, r"^embed$", 1.02)
 
 
-@fault(cause="off|wrong|expert|activation|scale|slope", needs="a shared expert")
+@fault(cause="off|wrong|expert|activation|scale|times|slope", needs="a shared expert")
 def tap_shared_expert_scaled(ports: Tapped) -> Places:
     """A shared expert is 2 % too large."""
     return scaled(ports, r"shared_expert$", 1.02)
@@ -89,7 +89,7 @@ def tap_logits_capped(ports: Tapped) -> Places:
     return [tap]
 
 
-@fault("ST12", cause="logits|scale|cap|off|wrong")
+@fault("ST12", cause="logits|scale|times|cap|off|wrong")
 def tap_logits_scaled(ports: Tapped) -> Places:
     """The logits are 3 % too large."""
     return scaled(ports, r"^logits$", 1.03)

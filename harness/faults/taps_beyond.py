@@ -137,7 +137,7 @@ def tap_pictures_late(ports: Tapped) -> Places:
     return ["merged"]
 
 
-@fault(stage="image", cause="off|wrong|block|scale", needs="a vision tower")
+@fault(stage="image", cause="off|wrong|block|scale|times", needs="a vision tower")
 def tap_tower_block_scaled(ports: Tapped) -> Places:
     """A block of the tower is 1 % too large."""
     return scaled(ports, r"^vision\.blocks\.\d+$", 1.01)
@@ -168,7 +168,7 @@ def _weight(ports: Tapped, pattern: str, change: Callable[[Tensor], Tensor]) -> 
     return [name]
 
 
-@fault("LD17", stage="load", cause="times|scale|ratio")
+@fault("LD17", stage="load", cause="times|scale|times|ratio")
 def tap_weight_halved(ports: Tapped) -> Places:
     """A matrix is half of what it should be."""
     return _weight(ports, r"o_proj\.weight$", lambda w: w * 0.5)

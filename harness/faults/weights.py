@@ -85,7 +85,7 @@ def key_passed_over(parts: Parts) -> Places:
     return [parts.weight(norm)]
 
 
-@fault("LD17", stage="load", cause="times|scale|ratio")
+@fault("LD17", stage="load", cause="times|scale|times|ratio")
 def scales_halved(parts: Parts) -> Places:
     """A matrix is half of what it should be: its scales are those of another dialect."""
     weight = _matrix(out_projection(parts.attention()))
@@ -163,7 +163,7 @@ def gate_and_up_interleaved(parts: Parts) -> Places:
     return [name]
 
 
-@fault(stage="load", cause="times|scale|ratio|expert", needs="experts")
+@fault(stage="load", cause="times|scale|times|ratio|expert", needs="experts")
 def one_idle_expert(parts: Parts) -> Places:
     """One expert's matrices are four times too large, whether or not a token reaches it."""
     name, value = _experts_matrix(parts)

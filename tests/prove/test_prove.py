@@ -121,15 +121,17 @@ def test_what_refutes_the_proof_fails_it(outcome):
 
 
 def test_what_had_no_place_counts_nowhere():
-    """An injection without a place is neither detected nor missed, and scores count what was tried."""
+    """What has no place is neither detected nor missed; a harmless difference without an effect is not counted."""
     rows = [
         row("detected", place_right=True, naive={"PCC 0.99": True}),
         row("missed"),
         row("no place"),
         row("alarmed", "benign", naive={"PCC 0.99": False}),
+        row("accepted", "benign", moved=True),
+        row("accepted", "benign", moved=False),
     ]
     own, *common = scores(rows)
-    assert (own.right, own.faults, own.places, own.false, own.benign) == (1, 2, 1, 1, 1)
+    assert (own.right, own.faults, own.places, own.false, own.benign) == (1, 2, 1, 1, 2)
     assert [(s.right, s.false) for s in common if s.rule == "PCC 0.99"] == [(1, 0)]
     assert json.loads(as_data(rows, PENDING))["proved"] is False
     assert "missed" in markdown(rows, PENDING)
