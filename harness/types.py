@@ -7,6 +7,7 @@ or a file; tensors never travel in them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import types
@@ -333,7 +334,7 @@ def from_json(cls: type[T], data: Any) -> T:
 def _build(kind: Any, data: Any) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind, {**vars(typing), **_names()})
+        hints = _hints(kind)
         return kind(**{k: _build(hints.get(k, Any), v) for k, v in data.items()})
     if origin in (typing.Union, types.UnionType):
         if data is None:
@@ -348,6 +349,11 @@ def _build(kind: Any, data: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(data)
     return data
+
+
+@functools.lru_cache(maxsize=256)
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind, {**vars(typing), **_names()})
 
 
 def _names() -> dict[str, Any]:

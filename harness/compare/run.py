@@ -17,7 +17,7 @@ from harness.compare.subject import Scene, Views, measured
 from harness.compare.values import SMALLEST_SLICE, error_ratios, floor_of, median_ratio
 from harness.metrics.discrete import valid_candidates
 from harness.metrics.distributions import kl_nats, padding_probability, top1_agreement
-from harness.metrics.real import mismatches, rel_rms_error
+from harness.metrics.real import all_finite, has_signal, mismatches, rel_rms_error, widened
 from harness.taps import DECISION_KINDS, EXACT_KINDS, level_of
 from harness.types import Failure, Measurement, Run, Scope, Tap, Trace
 
@@ -149,7 +149,7 @@ def _values(scene: Scene, views: Views, decisions: Mapping[str, Decision]) -> li
     keep = _kept(scene, tap, decisions, values.shape[0]) if expected.tokens else torch.arange(values.shape[0])
     if keep is None:
         return []
-    actual, values, floors = actual[keep], values[keep], [f[keep] for f in floors]
+    actual, values, *floors = (widened(_rows_of(v, keep)) for v in (actual, values, *floors))
     if values.numel() < min(SMALLEST_SLICE, expected.values.numel()):
         return [_problem(scene, tap, "too_few", f"decisions agree on {len(keep)} of {len(expected.values)} tokens")]
     silent = _without_signal(scene, tap, actual, values, floors)
@@ -174,8 +174,12 @@ def _values(scene: Scene, views: Views, decisions: Mapping[str, Decision]) -> li
     slopes = slopes_of(sides, heads=expected.heads or _core_heads(scene, tap, values), rows=keep, buckets=buckets)
     parts = parts_of(scene.oracle, tap.name)
     if parts is not None and len(parts[0]) == len(expected.values):
-        slopes += expert_slopes(sides, parts=parts[0][keep], owner=parts[1][keep])
+        slopes += expert_slopes(sides, parts=_rows_of(parts[0], keep), owner=_rows_of(parts[1], keep))
     return found + [_slope(scene, tap, s) for s in slopes]
+
+
+def _rows_of(values: Tensor, keep: Tensor) -> Tensor:
+    return values if len(keep) == len(values) else values[keep]
 
 
 def _core_heads(scene: Scene, tap: Tap, values: Tensor) -> int:
@@ -209,13 +213,13 @@ def _without_signal(
     scene: Scene, tap: Tap, actual: Tensor, expected: Tensor, floors: Sequence[Tensor]
 ) -> Measurement | None:
     """Return what is to be said instead of a ratio where oracle or floor cannot carry one."""
-    if not torch.isfinite(expected).all():
+    if not all_finite(expected):
         return _problem(scene, tap, "error", "the oracle's value is not finite: the reference cannot be judged by")
-    if not all(torch.isfinite(f).all() for f in floors):
+    if not all(all_finite(f) for f in floors):
         return _problem(
             scene, tap, "error", "the floor's value is not finite: the reference overflows in this precision"
         )
-    zero = not expected.any() and not any(f.any() for f in floors)
+    zero = not has_signal(expected) and not any(has_signal(f) for f in floors)
     if zero and actual.any() and torch.isfinite(actual).all():
         return _problem(scene, tap, "no_signal", "the expected value is zero everywhere, the port's is not")
     return None

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.metrics.slopes import Slopes, channel_slopes, greatest, joint_slopes, position_slopes
+from harness.metrics.real import is_narrow
+from harness.metrics.slopes import Products, Slopes, group_slopes, inner_products, joint_slopes
 from harness.taps import part_step
 from harness.types import Trace
 
@@ -54,24 +55,38 @@ def slopes_of(sides: Sides, *, heads: int, rows: Tensor, buckets: int) -> list[S
     tokens, width = sides.expected.shape
     if tokens < FEWEST_TOKENS:
         return []
-    groups = heads or (GROUPS if width % GROUPS == 0 else 0)
-    found = [_by_channel(sides, "whole", [None], 1)]
+    groups = heads or (GROUPS if width % GROUPS == 0 else 1)
+    products = _products(sides, groups)
+    whole = products.whole()
+    kinds: list[tuple[str, Sequence[Any], Products]] = [("whole", [None], whole)]
     if groups > 1:
         size = width // groups
         at = range(groups) if heads else [f"{i * size}-{(i + 1) * size - 1}" for i in range(groups)]
-        found.append(_by_channel(sides, "head" if heads else "channels", at, groups))
+        kinds.append(("head" if heads else "channels", at, products))
     count = min(buckets, tokens // FEWEST_TOKENS)
     if count > 1:
         which = torch.arange(tokens) * count // tokens
         inside = [rows[which == i] for i in range(count)]
         places = [f"{int(r.min())}-{int(r.max())}" for r in inside]
-        found.append(
-            _worst("position", places, sides, [
-                position_slopes(actual=a, expected=sides.expected, weight=sides.weight, buckets=count)
-                for a in (sides.actual, *sides.floors)
-            ])
+        kinds.append(("position", places, whole.stretches(count)))
+    together = Products(
+        error=torch.cat([p.error for _, _, p in kinds], dim=-1),
+        signal=torch.cat([p.signal for _, _, p in kinds], dim=-1),
+    )
+    return _worst([(kind, at) for kind, at, _ in kinds], group_slopes(together, weight=sides.weight))
+
+
+def _products(sides: Sides, groups: int) -> Products:
+    """Return the inner products of all sides, the accel first; the signal's are made once."""
+    narrow, signal, errors = is_narrow(sides.expected), None, []
+    for actual in (sides.actual, *sides.floors):
+        found = inner_products(
+            actual=actual, expected=sides.expected, groups=groups, signal=signal, narrow=narrow
         )  # fmt: skip
-    return [s for s in found if s is not None]
+        signal = found.signal
+        errors.append(found.error)
+    assert signal is not None
+    return Products(error=torch.stack(errors), signal=signal)
 
 
 def expert_slopes(sides: Sides, *, parts: Tensor, owner: Tensor) -> list[Slope]:
@@ -81,13 +96,9 @@ def expert_slopes(sides: Sides, *, parts: Tensor, owner: Tensor) -> list[Slope]:
     if not owners:
         return []
     kept = sides.expected[:, ::step].to(torch.float64)
-    all_slopes = [
-        joint_slopes(
-            error=a[:, ::step].to(torch.float64) - kept, parts=parts, owner=owner, weight=sides.weight, owners=owners
-        )
-        for a in (sides.actual, *sides.floors)
-    ]
-    return [s for s in [_worst("expert", range(owners), sides, all_slopes)] if s is not None]
+    errors = torch.stack([a[:, ::step].to(torch.float64) - kept for a in (sides.actual, *sides.floors)])
+    slopes = joint_slopes(error=errors, parts=parts, owner=owner, weight=sides.weight, owners=owners)
+    return _worst([("expert", range(owners))], slopes)
 
 
 def parts_of(oracle: Trace, tap: str) -> tuple[Tensor, Tensor] | None:
@@ -98,30 +109,30 @@ def parts_of(oracle: Trace, tap: str) -> tuple[Tensor, Tensor] | None:
     return parts.reshape(-1, *parts.shape[-2:]), owner.reshape(-1, owner.shape[-1])
 
 
-def _by_channel(sides: Sides, kind: str, at: Sequence[Any], groups: int) -> Slope | None:
-    all_slopes = [
-        channel_slopes(actual=a, expected=sides.expected, weight=sides.weight, groups=groups)
-        for a in (sides.actual, *sides.floors)
-    ]
-    return _worst(kind, at, sides, all_slopes)
+def _worst(kinds: Sequence[tuple[str, Sequence[Any]]], slopes: Slopes) -> list[Slope]:
+    """Return for each kind of slice the slope furthest beyond its interval (NaN first), none where none can be told.
 
-
-def _worst(kind: str, at: Sequence[Any], sides: Sides, all_slopes: Sequence[Slopes]) -> Slope | None:
-    """Return the slope furthest beyond its interval (NaN first), or None where none can be told."""
-    mine, honest = all_slopes[0], list(all_slopes[1:])
+    The columns of `slopes` are the slices of all kinds, one kind after the other; its rows are the accel, then floors.
+    """
+    mine = Slopes(value=slopes.value[0], error=slopes.error[0], samples=slopes.samples)
+    honest = torch.cat([torch.zeros_like(slopes.value[:1]), slopes.value[1:].abs()]).amax(dim=0)
     known = torch.isfinite(mine.error) | torch.isnan(mine.value)
-    if not bool(known.any()):
-        return None
-    beyond = mine.beyond(honest=greatest(honest, mine), tests=TESTS)
-    beyond = torch.where(known, beyond, torch.zeros_like(beyond))
-    place = int(beyond.argmax())  # a NaN is the largest
-    if float(beyond[place]) == 0.0:
-        place = int((mine.value.abs() * known).argmax())
-    return Slope(
-        slice=kind,
-        at=at[place],
-        beyond=float(beyond[place]),
-        value=float(mine.value[place]),
-        error=float(mine.error[place]),
-        n=int(mine.samples[place]),
-    )
+    beyond = torch.where(known, mine.beyond(honest=honest, tests=TESTS), 0.0)
+    size = mine.value.abs() * known
+    found, start = [], 0
+    for kind, at in kinds:
+        inside = slice(start, start + len(at))
+        start += len(at)
+        if not bool(known[inside].any()):
+            continue
+        place = int(beyond[inside].argmax())  # a NaN is the largest
+        if float(beyond[inside][place]) == 0.0:
+            place = int(size[inside].argmax())
+        column = inside.start + place
+        found.append(
+            Slope(
+                slice=kind, at=at[place], beyond=float(beyond[column]), value=float(mine.value[column]),
+                error=float(mine.error[column]), n=int(mine.samples[column]),
+            )
+        )  # fmt: skip
+    return found

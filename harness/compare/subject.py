@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
 from harness.metrics.names import METRICS
 from harness.taps import level_of
-from harness.types import Measurement, Run, Tap, Trace
+from harness.types import Layout, Measurement, Run, Tap, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,11 @@ class Views:
     accel: Tensor
 
 
+@lru_cache(maxsize=256)
+def _written(layout: Layout) -> str:
+    return str(layout)
+
+
 def measured(
     stage: str,
     run: Run,
@@ -65,7 +71,7 @@ def measured(
         "tap_level": level_of(subject),
         "phase": run.options.get("phase", "prefill"),
         "precision": run.dtype or "declared",
-        "layout": str(run.layout),
+        "layout": _written(run.layout),
         **(where or {}),
     }
     return Measurement(

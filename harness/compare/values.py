@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.metrics.real import error_sums, rounding_sums, signal_sums
+from harness.metrics.real import Squares, error_sums, is_narrow
 
 SMALLEST_SLICE = 16
 """Elements below which a slice is not looked at. Source: honest single decode steps and tiny slices reach 2."""
@@ -50,17 +50,17 @@ class Floor:
 def floor_of(*, floors: Sequence[Tensor], expected: Tensor, dtype: torch.dtype) -> Floor:
     """Return the floor of a tap [T, E]; that of a token is never below the tap's relative floor times its norm."""
     least = (WIDE_HALF_ULPS if dtype in (torch.float32, torch.float64) else HALF_ULPS) ** 2
-    rounding = least * rounding_sums(expected=expected, dtype=dtype).token
-    tokens = torch.stack([rounding, *(error_sums(actual=f, expected=expected).token for f in floors)])
-    whole, signal = float(tokens.sum(dim=1).max()), signal_sums(expected=expected)
-    relative = whole / signal.whole if signal.whole else 0.0
-    token = torch.maximum(tokens.amax(dim=0), relative * signal.token)
+    narrow = is_narrow(expected)
+    rounding = Squares(expected=expected, dtype=dtype, narrow=narrow)
+    errors = [Squares(actual=f, expected=expected, narrow=narrow) for f in floors]
+    tokens = torch.stack([least * rounding.token(), *(e.token() for e in errors)])
+    signal = Squares(expected=expected, narrow=narrow).token()
+    whole, power = float(tokens.sum(dim=1).max()), float(signal.sum())
+    relative = whole / power if power else 0.0
+    token = torch.maximum(tokens.amax(dim=0), relative * signal)
     token = token.clamp(min=EXPECTED_SHARE**2 * float(token.mean()))
     weight = torch.where(token > 0, 1 / token, torch.zeros_like(token))
-    channels = torch.stack([
-        least * rounding_sums(expected=expected, dtype=dtype, weight=weight).channel,
-        *(error_sums(actual=f, expected=expected, weight=weight).channel for f in floors),
-    ])  # fmt: skip
+    channels = torch.stack([least * rounding.channel(weight), *(e.channel(weight) for e in errors)])
     channel = channels.amax(dim=0)
     channel = channel.clamp(min=EXPECTED_SHARE**2 * float(channel.mean()))
     return Floor(token=token, channel=channel, weight=weight, whole=whole)
@@ -131,7 +131,7 @@ def _ratio(error: float, floor: float) -> float:
 
 def median_ratio(*, actual: Tensor, expected: Tensor, floor: Floor) -> float:
     """Return the ratio of median token errors, accel over floor: the loose measure of a free run. Shapes: [T, E]."""
-    error = error_sums(actual=actual, expected=expected).token
+    error = Squares(actual=actual, expected=expected).token()
     if torch.isnan(error).any():
         return float("nan")
     return _ratio(float(error.quantile(0.5)), float(floor.token.quantile(0.5)))

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from harness.metrics.real import is_narrow
 
 FAMILY_RATE = 1e-3
 """Chance that noise alone puts any slope of one family beyond its interval."""
@@ -21,7 +24,10 @@ SPREAD = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slopes:
-    """Slopes and their standard errors, float64, each [G]; `samples` is what each rests on (tokens), [G]."""
+    """Slopes and their standard errors, float64, each [G] (or [S, G] of several sides at once).
+
+    `samples` [G] is what each rests on (tokens).
+    """
 
     value: Tensor
     error: Tensor
@@ -32,10 +38,11 @@ class Slopes:
 
         `honest` [G] are the greatest absolute slopes of the floors. A NaN slope stays NaN.
         """
-        z = torch.tensor([_sigmas(tests, int(n)) for n in self.samples], dtype=torch.float64)
+        z = torch.tensor([_sigmas(tests, int(n)) for n in self.samples.tolist()], dtype=torch.float64)
         return (self.value.abs() - honest - z * self.error).clamp(min=0)
 
 
+@lru_cache(maxsize=1 << 12)
 def _sigmas(tests: int, samples: int) -> float:
     """Return the two-sided quantile of Student's t for `tests` tests at the family's rate.
 
@@ -56,36 +63,65 @@ def channel_slopes(*, actual: Tensor, expected: Tensor, weight: Tensor, groups: 
 
     Shapes: actual, expected [T, E]; weight [T], one over a token's honest squared error; the result [groups].
     """
-    error, signal = _grouped(actual, expected, groups)
-    over, under = (weight[:, None] * x for x in (error, signal))
-    return _clustered(over, under)
+    return group_slopes(inner_products(actual=actual, expected=expected, groups=groups), weight=weight)
 
 
 def position_slopes(*, actual: Tensor, expected: Tensor, weight: Tensor, buckets: int) -> Slopes:
     """Return the slope of each of `buckets` stretches of equally many tokens. Shapes: as `channel_slopes`."""
-    error, signal = _grouped(actual, expected, 1)
-    over, under = weight * error[:, 0], weight * signal[:, 0]
-    which = torch.arange(len(over)) * buckets // len(over)
-    member = torch.nn.functional.one_hot(which, buckets).to(torch.float64)
-    return _clustered(member * over[:, None], member * under[:, None])
+    products = inner_products(actual=actual, expected=expected, groups=1)
+    return group_slopes(products.stretches(buckets), weight=weight)
 
 
-def _grouped(actual: Tensor, expected: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the inner products error x signal and signal x signal by token and group, each [T, groups]."""
-    e = expected.to(torch.float64)
-    error = (actual.to(torch.float64) - e) * e
-    shape = (len(e), groups, -1)
-    return error.reshape(shape).sum(dim=-1), e.square().reshape(shape).sum(dim=-1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """Inner products error x signal and signal x signal by token and group of channels, float64.
+
+    Shapes: error [T, G], or [S, T, G] of several sides; signal [T, G].
+    """
+
+    error: Tensor
+    signal: Tensor
+
+    def whole(self) -> Products:
+        """Return those of all channels together: one group."""
+        return Products(error=self.error.sum(dim=-1, keepdim=True), signal=self.signal.sum(dim=-1, keepdim=True))
+
+    def stretches(self, count: int) -> Products:
+        """Return those of one group on `count` stretches of equally many tokens, one column each, zero elsewhere."""
+        tokens = len(self.signal)
+        which = torch.arange(tokens) * count // tokens
+        member = torch.nn.functional.one_hot(which, count).to(torch.float64)
+        return Products(error=member * self.error, signal=member * self.signal)
 
 
-def _clustered(over: Tensor, under: Tensor) -> Slopes:
-    """Return sum(over) / sum(under) by column, with the standard error of clusters that are rows. Shapes: [T, G]."""
+def inner_products(
+    *, actual: Tensor, expected: Tensor, groups: int, signal: Tensor | None = None, narrow: bool | None = None
+) -> Products:
+    """Return the inner products by token and group. `signal` are those of the same expected values, where known."""
+    narrow = is_narrow(expected) if narrow is None else narrow
+    work = torch.float32 if narrow and actual.dtype is not torch.float64 else torch.float64
+    e, shape = expected.to(work), (len(expected), groups, -1)
+    error = (actual.to(work) - e).mul_(e).reshape(shape).sum(dim=-1).double()
+    if work is torch.float32 and not torch.isfinite(error.sum()):
+        return inner_products(actual=actual, expected=expected, groups=groups, signal=signal, narrow=False)
+    if signal is None:
+        signal = e.square().reshape(shape).sum(dim=-1).double()
+    return Products(error=error, signal=signal)
+
+
+def group_slopes(products: Products, *, weight: Tensor) -> Slopes:
+    """Return the slope of each group, sum(error) / sum(signal), with the standard error of clusters that are tokens.
+
+    Shapes: weight [T]; the result [G], or [S, G].
+    """
+    over, under = weight[:, None] * products.error, weight[:, None] * products.signal
     total = under.sum(dim=0)
-    value = torch.where(total > 0, over.sum(dim=0) / total, torch.zeros_like(total))
+    value = torch.where(total > 0, over.sum(dim=-2) / total, 0.0)
     samples = (under > 0).sum(dim=0)
-    spread = (over - value * under).square().sum(dim=0) * samples / (samples - 1).clamp(min=1)
-    error = torch.where(total > 0, spread.sqrt() / total, torch.zeros_like(total))
-    return Slopes(value=value, error=torch.where(samples > 1, error, torch.full_like(error, math.inf)), samples=samples)
+    residual = over - value.unsqueeze(-2) * under
+    spread = residual.square().sum(dim=-2) * samples / (samples - 1).clamp(min=1)
+    error = torch.where(total > 0, spread.sqrt() / total, 0.0)
+    return Slopes(value=value, error=torch.where(samples > 1, error, math.inf), samples=samples)
 
 
 def joint_slopes(*, error: Tensor, parts: Tensor, owner: Tensor, weight: Tensor, owners: int) -> Slopes:
@@ -93,32 +129,28 @@ def joint_slopes(*, error: Tensor, parts: Tensor, owner: Tensor, weight: Tensor,
 
     The model: error[t] is the sum over k of slope[owner[t, k]] times parts[t, k]. Owners that share tokens are told
     apart, because their parts point in different directions.
-    Shapes: error [T, E]; parts [T, K, E]; owner [T, K], -1 for none; weight [T]; the result [owners].
+    Shapes: error [T, E], or [S, T, E] of several sides; parts [T, K, E]; owner [T, K], -1 for none; weight [T]; the
+    result [owners], or [S, owners].
     """
-    scale = weight.sqrt()
-    e = error.to(torch.float64) * scale[:, None]
-    p = parts.to(torch.float64) * scale[:, None, None]
-    gram, against = torch.zeros(owners, owners, dtype=torch.float64), torch.zeros(owners, dtype=torch.float64)
-    known = owner >= 0
-    ids = owner.clamp(min=0)
-    p = p * known[..., None]
+    scale, known, ids = weight.sqrt(), owner >= 0, owner.clamp(min=0)
+    many = error if error.dim() == 3 else error[None]
+    e = many.to(torch.float64).permute(1, 2, 0) * scale[:, None, None]  # [T, E, S]
+    p = parts.to(torch.float64).mul(scale[:, None, None])
+    if not bool(known.all()):
+        p = p * known[..., None]
     inner = p @ p.transpose(1, 2)
     rows, columns = ids[:, :, None].expand_as(inner), ids[:, None, :].expand_as(inner)
+    gram = torch.zeros(owners, owners, dtype=torch.float64)
     gram.index_put_((rows.reshape(-1), columns.reshape(-1)), inner.reshape(-1), accumulate=True)
-    against.index_add_(0, ids.reshape(-1), (p @ e[:, :, None]).reshape(-1))
+    against = torch.zeros(owners, len(many), dtype=torch.float64)
+    against.index_add_(0, ids.reshape(-1), (p @ e).reshape(-1, len(many)))
     inverse = torch.linalg.pinv(gram, hermitian=True)
     value = inverse @ against
-    residual = e - (p * value[ids][..., None]).sum(dim=1)
+    residual = e - p.transpose(1, 2) @ value[ids]
     used = gram.diagonal() > 0
-    freedom = max(1.0, residual.numel() / SPREAD - float(used.sum()))
-    sigma = residual.square().sum() / freedom
-    return Slopes(
-        value=value,
-        error=torch.where(used, (sigma * inverse.diagonal().clamp(min=0)).sqrt(), math.inf),
-        samples=torch.full((owners,), int(freedom) + 1),
-    )
-
-
-def greatest(slopes: list[Slopes], like: Slopes) -> Tensor:
-    """Return the greatest absolute slope of several honest runs by place, zeros without any. Shape: as `like.value`."""
-    return torch.stack([torch.zeros_like(like.value), *(s.value.abs() for s in slopes)]).amax(dim=0)
+    freedom = max(1.0, residual[..., 0].numel() / SPREAD - float(used.sum()))
+    sigma = residual.square().sum(dim=(0, 1)) / freedom
+    spread = (sigma[:, None] * inverse.diagonal().clamp(min=0)).sqrt()
+    found = (value.T, torch.where(used, spread, math.inf))
+    whole, uncertain = found if error.dim() == 3 else (found[0][0], found[1][0])
+    return Slopes(value=whole, error=uncertain, samples=torch.full((owners,), int(freedom) + 1))
