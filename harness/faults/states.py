@@ -26,7 +26,7 @@ def _states(cache: Any, index: int, kind: str) -> dict[Any, Tensor]:
     return {key: value for key, value in getattr(cache.layers[index], kind).items() if value is not None}
 
 
-@fault(cause="decode|position", needs="rotary, phases")
+@fault(cause="decode|position|shift", needs="rotary, phases")
 def decode_position(parts: Parts) -> Places:
     """Single steps are one position too far."""
     rotary = parts.rotary()
@@ -39,7 +39,7 @@ def decode_position(parts: Parts) -> Places:
     return [parts.tap(rotary), parts.tap(rotary, ".*")]
 
 
-@fault(cause="chunk|position|phase", needs="rotary, phases")
+@fault(cause="chunk|position|phase|shift", needs="rotary, phases")
 def chunk_position(parts: Parts) -> Places:
     """Every chunk counts its positions from 0."""
     rotary = parts.rotary()

@@ -178,7 +178,7 @@ def tap_prefill_kernel(ports: Tapped) -> Places:
     return [tap]
 
 
-@fault(cause="decode|position", needs="rotary, phases")
+@fault(cause="decode|position|shift", needs="rotary, phases")
 def tap_decode_position(ports: Tapped) -> Places:
     """Single steps are one position too far."""
     ports.find(r"k_rope$")

@@ -21,9 +21,9 @@ def refused(verify, reference: str, fault: str) -> dict:
 @pytest.mark.parametrize(
     ("fault", "tap", "cause"),
     [
-        ("linear_scaled", "layers.1.attn.o_proj", "output projection"),
+        ("linear_scaled", "layers.1.attn.o_proj", "1.01 times the expected values"),
         ("router_raw_weights", "layers.1.moe.router.out.1", "renormalisation"),
-        ("decode_position", "rotary_emb", "only in decode: position"),
+        ("decode_position", "rotary_emb", "a shift by 1"),
         ("vocabulary_unmasked", "logits", "padded rows"),
     ],
 )
