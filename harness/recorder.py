@@ -18,7 +18,7 @@ from harness import taps as tapnames
 from harness.statistics import Statistics, as_facts, statistics_of
 from harness.types import Tap
 
-VERSION = 2
+VERSION = 3
 """Of what is recorded and how pinned values are made; goldens of another one are recorded anew."""
 JITTER_ULPS_WIDE = 4
 """Ulps that jitter moves a float32 or float64 value by: sums are rounded as coarsely as results, so honest engines
@@ -128,12 +128,14 @@ class TraceRecorder:
         result = tensor
         if pinned is not None:
             fitted = _fitted(pinned, tensor, self.pins.taps[tap].dims if self.pins is not None else (), kind, self.stop)
-            if fitted is None:
+            if self._keeps_its_order(tap, kind, tensor, fitted):
+                self._pinned.add(tap)
+            elif fitted is None:
                 self.notes[tap] = f"not replayed: {tuple(tensor.shape)} here, {tuple(pinned.shape)} in the reference"
             else:
                 result = fitted.to(device=tensor.device, dtype=tensor.dtype, copy=True)  # a port may write into it
                 self._pinned.add(tap)
-        elif self.pins is not None and kind in tapnames.DECISION_KINDS:
+        elif self.pins is not None and kind in tapnames.DECISION_KINDS and not tapnames.is_input(tap):
             result = self._in_reference_order(tap, tensor, kind)
         self._handed[id(result)] = (weakref.ref(result), version_of(result))
         return result
@@ -152,6 +154,16 @@ class TraceRecorder:
         same = (fitted.sort(-1).values == tensor.sort(-1).values).all(-1, keepdim=True)
         moved = same & (fitted != tensor)
         return torch.where(moved, fitted, tensor) if bool(moved.any()) else tensor
+
+    def _keeps_its_order(self, tap: str, kind: str, tensor: Tensor, fitted: Tensor | None) -> bool:
+        """Say whether a unit is told the right choices in an order of the port's own, which its weights are in too.
+
+        Where weights are overwritten as well (level 3), the choices must come in the reference's order.
+        """
+        told = kind in tapnames.DECISION_KINDS and tapnames.is_input(tap)
+        if not told or fitted is None or self.pins is None or self.pins.level >= 3:
+            return False
+        return torch.equal(fitted.to(tensor).sort(-1).values, tensor.sort(-1).values)
 
     def _is_handed(self, tensor: Tensor) -> bool:
         found = self._handed.get(id(tensor))  # what the port let go is not kept alive for this

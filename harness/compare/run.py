@@ -5,12 +5,14 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from harness.compare.align import as_rows, broadcastable, like
 from harness.compare.decisions import Decision, agreeing, conditions, decisions_of, judge_decision
+from harness.compare.equivalent import in_one_order, moved_factors, suspects
 from harness.compare.isolation import not_isolated
 from harness.compare.slopes import Sides, Slope, expert_slopes, parts_of, slopes_of
 from harness.compare.subject import Scene, Views, measured
@@ -74,10 +76,31 @@ def compare_run(
             continue
         if name not in apart or tap.kind in EXACT_KINDS or tap.kind in DECISION_KINDS:
             found += _compare_tap(scene, tap, decisions)
+    found = _without_moved_factors(scene, decisions, found)
     if run.level:
         detail = {"taps": unseen[:50], "not_isolated": sorted(apart & accel.tensors.keys())[:50]}
         found.append(measured(stage, run, "unseen_taps", len(unseen), subject=run.id, n=len(order), detail=detail))
     return found
+
+
+def _without_moved_factors(
+    scene: Scene, decisions: Mapping[str, Decision], found: list[Measurement]
+) -> list[Measurement]:
+    """Measure units again without a factor whose inverse stands beside them; what is around them is judged as it is."""
+    views = {name: _views(scene, scene.oracle.taps[name]) for name in suspects(scene, found)}
+    sides = {name: (v.accel, v.oracle) for name, v in views.items() if isinstance(v, Views)}
+    factors = moved_factors(sides)
+    if not factors:
+        return found
+    again: dict[str, list[Measurement]] = {}
+    for name, factor in factors.items():
+        view = views[name]
+        assert isinstance(view, Views)
+        scaled = _values(scene, replace(view, accel=view.accel.to(torch.float64) / factor), decisions)
+        message = f"judged without a factor of {factor:.4g}, whose inverse stands beside it"
+        again[name] = [replace(m, detail={**m.detail, "message": message}) for m in scaled]
+    kept = [m for m in found if m.subject not in factors or m.metric not in ("error_ratio", "slope_beyond_noise")]
+    return [*kept, *(m for measurements in again.values() for m in measurements)]
 
 
 def execution_order(oracle: Trace, places: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -133,7 +156,7 @@ def _views(scene: Scene, tap: Tap) -> Views | Measurement:
             floor = like(trace.tensors[tap.name], trace.taps[tap.name], other=expected, other_tap=tap)
             if floor is not None:
                 floors.append(floor)
-    return Views(tap=tap, oracle=expected, floors=floors, accel=actual)
+    return in_one_order(scene, Views(tap=tap, oracle=expected, floors=floors, accel=actual))
 
 
 def _values(scene: Scene, views: Views, decisions: Mapping[str, Decision]) -> list[Measurement]:

@@ -157,7 +157,8 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
     if any(m.metric == "exact_mismatches" for m in failing):
         return _exact(tap)
     metrics = {m.metric for m in failing}
-    direct = next((_direct(m) for m in failing if m.metric in DIRECT), "")
+    telling = sorted(failing, key=lambda m: m.metric != "nonfinite_weights")  # what else is wrong there follows from it
+    direct = next((_direct(m) for m in telling if m.metric in DIRECT), "")
     if direct:
         return direct
     if metrics <= {"decision_margin_z", "decision_flips_excess"}:
@@ -167,9 +168,9 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
             "no unit is wrong by itself, but the error grows beyond the floor's on the way: what passes between units"
         )
     scaled = [m for m in failing if m.metric == "slope_beyond_noise"]
-    expert = [m for m in scaled if m.where.get("slice") == "expert"]
-    if expert or (scaled and "error_ratio" not in metrics):
-        return _scaled(expert or scaled)
+    part = [m for m in scaled if m.where.get("slice") == "expert"] or _heads_alone(scaled)
+    if part or (scaled and "error_ratio" not in metrics):
+        return _scaled(part or scaled)
     if "error_ratio" not in metrics:
         return f"{failing[0].metric.replace('_', ' ')}: outside what was promised"
     return _slices(tap, failing)
@@ -191,6 +192,13 @@ def _missing(m: Measurement) -> str:
     if str(m.detail.get("message", "")).startswith("expected the shape"):
         return "another shape than the reference's: a padded, cut or differently joined tensor"
     return "promised, but it could not be measured"
+
+
+def _heads_alone(scaled: Sequence[Measurement]) -> list[Measurement]:
+    """Return the slopes of heads where one stands out of the whole's: the others are right."""
+    whole = max((abs(float(m.detail.get("slope", 0))) for m in scaled if m.where.get("slice") == "whole"), default=0.0)
+    heads = [m for m in scaled if m.where.get("slice") == "head"]
+    return [m for m in heads if abs(float(m.detail.get("slope", 0))) > STANDS_OUT["head"] * whole]
 
 
 def _scaled(failing: Sequence[Measurement]) -> str:

@@ -197,3 +197,34 @@ def test_disagreement_of_one_port_is_too_few_but_that_of_the_floor_says_nothing(
     tied[SCORES] = 1 + 1e-6 * tied[SCORES]
     tied[TOPK] = tied[SCORES].topk(2).indices
     assert not [m for m in compare(noisy(tied, 9), tied, run_of(2)) if m.subject == "layers.0.moe"]
+
+
+def test_routing_weights_are_compared_by_what_they_belong_to() -> None:
+    """Weights in another order are right where the choices come in the same order, and wrong where they do not."""
+    oracle = routed()
+    told, weights = "layers.0.moe.experts.in.top_k_index", "layers.0.moe.router.out.1"
+    values = oracle[SCORES].gather(-1, oracle[TOPK])
+    oracle = {SCORES: oracle[SCORES], TOPK: oracle[TOPK], weights: values, told: oracle[TOPK].clone()}
+    dims = {weights: "token choice"}
+    accel = noisy(oracle, 9)
+    accel[TOPK], accel[told] = oracle[TOPK], oracle[told].flip(-1)
+    turned = {**accel, weights: accel[weights].flip(-1)}
+    run = run_of(3, pin_decisions=True)
+    assert value(compare(turned, oracle, run, dims=dims), "error_ratio", weights, "whole").value < 1.5
+    assert value(compare(accel, oracle, run, dims=dims), "error_ratio", weights, "whole").value > 10
+
+
+def test_a_factor_that_is_undone_beside_it_is_no_error() -> None:
+    """A factor at the router and its inverse at the experts cancel; a factor alone does not, nor do unlike ones."""
+    weights, experts = "layers.0.moe.router.out.1", "layers.0.moe.experts"
+    oracle = {weights: normal(TOKENS, 16, seed=3).abs(), experts: hidden(4), "layers.0.moe": hidden(5)}
+
+    def ratios(router: float, sum_of: float) -> dict[str, float]:
+        accel = noisy(oracle, 9)
+        accel[weights], accel[experts] = accel[weights] * router, accel[experts] * sum_of
+        found = compare(accel, oracle, run_of(3), dims={weights: "token choice"})
+        return {t: value(found, "error_ratio", t, "whole").value or 0.0 for t in (weights, experts)}
+
+    assert max(ratios(0.4, 2.5).values()) < 1.5
+    assert ratios(0.4, 1.0)[weights] > 50
+    assert min(ratios(0.4, 2.0).values()) > 50
