@@ -59,6 +59,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--msprobe", default="", metavar="PYTHON", help="interpreter with mindstudio-probe")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--inside-msprobe", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--attention", default="sdpa", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -214,7 +215,8 @@ def _msprobe_here(words: argparse.Namespace) -> dict[str, Any]:
     from msprobe.pytorch import PrecisionDebugger
 
     task, level = words.inside_msprobe.split(":")
-    model, given, folder = moe24.build(words.dtype, layers=words.layers), moe24.inputs(), Path.cwd()
+    model = moe24.build(words.dtype, layers=words.layers, attention=words.attention)
+    given, folder = moe24.inputs(), Path.cwd()
     common = {"scope": [], "list": [], "data_mode": ["all"]}
     config = {"task": task, "dump_path": str(folder / "dump"), "rank": [], "step": [], "level": level, task: common}
     if task == "statistics":

@@ -1,15 +1,20 @@
 """What comparing costs: all of day0's metrics on three runs, beside just reading the bytes and what people do instead.
 
-    python benchmarks/compare.py [--dtype bfloat16] [--rounds 5] [--json FILE]
+    python benchmarks/compare.py [--dtype bfloat16] [--rounds 5] [--msprobe PYTHON] [--json FILE]
 
 Oracle, floor and port of the 24-layer model are recorded once, replayed at level 3 from the oracle's values, the port
 with another attention; every side then works on those folders. Single-thread CPU seconds as ratios to the reading.
+msProbe (`--msprobe` names its interpreter) compares its own two dumps of the same model, timed as one process, start
+included.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -40,6 +45,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="compare-") as scratch:
         run = record(Path(scratch), words.dtype, words.layers)
         table, facts = measure(Path(scratch), run, words.dtype, words.rounds)
+        table["msProbe compare, two dumps"] = _msprobe(
+            words, Path(scratch).resolve() / "msprobe", table["read the bytes"]["cpu_s"]
+        )
     print(render(table, facts, words.dtype))
     if words.json:
         words.json.write_text(json.dumps({"dtype": words.dtype, "sides": table, "facts": facts}, indent=1))
@@ -50,6 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(ORACLE_OF))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=24, help="fewer for a quick look")
+    parser.add_argument("--msprobe", default="", metavar="PYTHON", help="interpreter with mindstudio-probe")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     return parser.parse_args()
 
@@ -60,7 +69,10 @@ def record(scratch: Path, dtype: str, layers: int) -> Run:
     free = Run(id="free", stage="text", kind="forward", case=case)
     pinned = replace(free, id="pinned", level=3, pin="free")
     wide = ORACLE_OF[dtype]
-    oracle = moe24.build(dtype, layers=layers).to(getattr(torch, wide))  # the same rounded weights, computed wider
+    experts = "eager" if wide == "float64" else "grouped_mm"  # grouped matrix products have no float64
+    oracle = moe24.build(dtype, layers=layers, experts=experts).to(
+        getattr(torch, wide)
+    )  # the same rounded weights, computed wider
     source = _execute(scratch, oracle, _setup("oracle", wide), free, None, dtype)
     save_trace(scratch / "oracle", _execute(scratch, oracle, _setup("oracle", wide), pinned, source, dtype))
     del oracle
@@ -153,10 +165,36 @@ def _common(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float,
     return cosine, pcc, True
 
 
+def _msprobe(words: argparse.Namespace, folder: Path, base: float) -> dict[str, Any]:
+    """Let msProbe dump both attentions and compare the dumps; return its CPU seconds, or why there are none."""
+    if not words.msprobe:
+        return {"skipped": "name an interpreter that has it with --msprobe"}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    script = str(Path(__file__).with_name("capture.py"))
+    common = [words.msprobe, script, "--dtype", words.dtype, "--layers", str(words.layers), "--rounds", "1"]
+    for attention in ("sdpa", "eager"):
+        (folder / attention).mkdir(parents=True)
+        command = [*common, "--inside-msprobe", "tensor:L0", "--attention", attention]
+        subprocess.run(command, cwd=folder / attention, env=environment, check=True, capture_output=True)
+    dumps = {a: next((folder / a / "dump").glob("step*")) for a in ("sdpa", "eager")}
+    tool = str(Path(words.msprobe).with_name("msprobe"))
+    paths = ["--target_path", str(dumps["eager"]), "--golden_path", str(dumps["sdpa"]), "--output_path", str(folder)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([tool, "compare", *paths], env=environment, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        return {"skipped": f"ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"}
+    took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"cpu_s": took, "ratio": took / base, "least": took / base, "greatest": took / base}
+
+
 def render(table: dict[str, Any], facts: dict[str, Any], dtype: str) -> str:
     """Return the table as markdown."""
     lines = [f"| side ({dtype}) | CPU s | ratio | least-greatest | aim |", "|---|---|---|---|---|"]
     for name, row in table.items():
+        if "skipped" in row:
+            lines.append(f"| {name} | | | skipped: {row['skipped']} | |")
+            continue
         aim = f"{AIM:g}" if name.startswith("day0") else ""
         spread = f"{row['least']:.2f}-{row['greatest']:.2f}"
         lines.append(f"| {name} | {row['cpu_s']:.3f} | {row['ratio']:.2f} | {spread} | {aim} |")

@@ -17,7 +17,7 @@ import torch
 TOKENS, VOCAB = 256, 8192
 
 
-def build(dtype: str, *, layers: int = 24, attention: str = "sdpa", seed: int = 0) -> Any:
+def build(dtype: str, *, layers: int = 24, attention: str = "sdpa", experts: str = "grouped_mm", seed: int = 0) -> Any:
     """Return the model with seeded random weights: 32 experts of which 8 are active, 8 heads, 4 of them for keys."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -28,6 +28,7 @@ def build(dtype: str, *, layers: int = 24, attention: str = "sdpa", seed: int = 
         tie_word_embeddings=False,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
+    model.config._experts_implementation = experts
     return model.eval().requires_grad_(False)
 
 

@@ -13,6 +13,7 @@ from harness.metrics.real import (
     mismatches,
     pcc,
     rel_rms_error,
+    rounding_sums,
     signal_sums,
 )
 
@@ -90,3 +91,30 @@ def test_what_is_measured_stays_as_it_is() -> None:
     signal_sums(expected=value)
     error_sums(actual=value, expected=value)
     assert torch.equal(value, kept)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
+def test_sums_in_float32_lose_nothing_that_matters(scale: float) -> None:
+    """Sums over float32 rows of any magnitude are those of float64: of errors, signal and rounding, weighted or not."""
+    e = (normal(24, 96) * scale).float()
+    a = (e * (1 + 1e-3 * normal(24, 96, seed=1))).float()
+    weight = normal(24, seed=2).square() / scale**2
+    for narrow, wide in (
+        (
+            error_sums(actual=a, expected=e, weight=weight),
+            error_sums(actual=a.double(), expected=e.double(), weight=weight),
+        ),
+        (signal_sums(expected=e), signal_sums(expected=e.double())),
+        (rounding_sums(expected=e, dtype=torch.bfloat16), rounding_sums(expected=e.double(), dtype=torch.bfloat16)),
+    ):
+        assert torch.allclose(narrow.token, wide.token, rtol=2e-6, atol=0)
+        assert torch.allclose(narrow.channel, wide.channel, rtol=2e-6, atol=0)
+
+
+def test_a_square_that_overflows_float32_is_still_a_number() -> None:
+    """A finite value whose square float32 cannot hold gives a finite sum; an infinite one an infinite sum."""
+    e, a = torch.ones(4, 8), torch.ones(4, 8)
+    a[1, 2] = 1e25
+    assert error_sums(actual=a, expected=e).whole == pytest.approx(1e50, rel=1e-5)
+    a[1, 2] = math.inf
+    assert error_sums(actual=a, expected=e).whole == math.inf
