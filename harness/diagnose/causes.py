@@ -64,7 +64,8 @@ DIRECT = {
 
 AT = {
     "endpoint.stream": "a stream does not join to the answer in one piece: tokens decoded alone split characters",
-    "slots.repeat": "the same request alone gives other tokens the second time: the port is not deterministic",
+    "slots.repeat": "the same request alone gives other tokens the second time: state or cache of an earlier one is "
+    "left, or the port is not deterministic",
     "endpoint.concurrent": "requests disturb each other: a shared slot or page, wrong lengths or padding in a batch",
     "endpoint.completion": "the endpoint answers otherwise than the port itself: its prompt, template or sampling",
     "endpoint.chat": "the endpoint answers otherwise than the port itself: its prompt, template or sampling",

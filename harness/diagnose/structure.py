@@ -79,15 +79,15 @@ def _told(
     said = f"it holds {pattern.words} (this leaves {pattern.left:.0%} of the error)"
     return replace(
         finding,
-        cause="; ".join(filter(None, (said, where, *_phases_of(finding.cause)))),
+        cause="; ".join(filter(None, (said, where, *_kept_of(finding.cause)))),
         evidence=(finding.cause, *finding.evidence),
         residual_ratio=finding.residual_ratio * pattern.left if finding.residual_ratio is not None else None,
     )
 
 
-def _phases_of(cause: str) -> list[str]:
-    """Return what a cause says of the only phase or layout that is wrong."""
-    return [part for part in cause.split("; ") if part.startswith("only ")]
+def _kept_of(cause: str) -> list[str]:
+    """Return what a cause says beside the size of the error: the only phase or layout, and what is usual there."""
+    return [part for part in cause.split("; ") if part.startswith(("only ", "usual there"))]
 
 
 def _shown_best(tap: str, failing: Sequence[Measurement]) -> Measurement | None:

@@ -23,7 +23,7 @@ def refused(verify, reference: str, fault: str) -> dict:
     [
         ("linear_scaled", "layers.1.attn.o_proj", "1.01 times the expected values"),
         ("router_raw_weights", "layers.1.moe.router.out.1", "renormalisation"),
-        ("decode_position", "rotary_emb", "a shift by 1"),
+        ("decode_position", "rotary_emb", "only in decode"),
         ("vocabulary_unmasked", "logits", "padded rows"),
     ],
 )
@@ -32,6 +32,26 @@ def test_a_fault_in_a_transformers_port_is_named(verify, tiny_model, fault, tap,
     finding = refused(verify, tiny_model("gpt_oss"), fault)
     assert finding["tap"] == tap, finding
     assert cause in finding["cause"], finding
+
+
+def test_an_expert_off_by_little_is_a_slope(verify, tiny_model):
+    """One expert scaled is found by its signed slope, and named by number with its factor."""
+    outcome = verify(f"{MODULE}:port?fault=expert_scaled", *SHORT, stage="text", reference=tiny_model("qwen3_moe"))
+    finding = outcome.refused_at("text")
+    assert outcome.broken("text")["text.slopes"] == "FAILED"
+    assert finding["tap"] == "layers.1.moe.experts", finding
+    assert "scaled: in expert" in finding["cause"], finding
+
+
+def test_what_bfloat16_hides_is_found_in_float32(verify, tiny_model):
+    """A norm's epsilon is far outside in a port that claims float32 as well; what rounds otherwise stays accepted."""
+    claims = ("--set", 'scope.precisions=["float32"]')
+    reference = tiny_model("qwen3_next")
+    outcome = verify(f"{MODULE}:port?fault=norm_eps", *SHORT, *claims, stage="text", reference=reference)
+    finding = outcome.refused_at("text")
+    assert outcome.broken("text")["text.float32"] == "FAILED"
+    assert finding["tap"] == "layers.1.post_attn_norm", finding
+    verify(f"{MODULE}:port?benign=sums_split", *SHORT, *claims, stage="text", reference=reference).accepted()
 
 
 @pytest.mark.parametrize(
