@@ -2,10 +2,11 @@
 
     python benchmarks/localise.py [--layers 24] [--seed 0]
 
-The model is the random Qwen3-MoE of `moe24.py` in bfloat16, its weights roughened so that rotary faults show. Changed in
-turn are attention by another implementation (harmless, in every layer), the rotary base, a mask that is off by one, and
-an output projection scaled by 1 %, each in one layer. Printed are the layers in which a blocking criterion failed on
-isolated units, the error ratio of the changed layer, and the least cosine and correlation of any layer in a free run.
+The model is the random Qwen3-MoE of `moe24.py` in bfloat16, its weights roughened so that rotary faults show.
+Changed in turn are attention by another implementation (harmless, in every layer), the rotary base, a mask that is
+off by one, and an output projection scaled by 1 %, each in one layer. Printed are the layers in which a blocking
+criterion failed on isolated units, the error ratio of the changed layer, and the least cosine and correlation of
+any layer in a free run.
 """
 
 from __future__ import annotations

@@ -183,6 +183,9 @@ class LazyTensors(Mapping[str, torch.Tensor]):
         self._kept: dict[str, torch.Tensor] = {}
         self._files: dict[str, Any] = {}
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.rows  # without reading the tensor, as a mapping's own way would
+
     def __getitem__(self, name: str) -> torch.Tensor:
         row = self.rows[name]
         if name in self._kept:
