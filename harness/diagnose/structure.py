@@ -19,6 +19,8 @@ from harness.types import Failure, Finding, Measurement, Trace
 
 EXPLAINS = 0.3
 """Share of the error that may be left over under a pattern for it to be called the explanation."""
+MOST_LEFT = 0.6
+"""The same where honest noise alone is a larger part of the error: an explanation leaves no more than that noise."""
 LOUD, QUIET = 4.0, 2.0
 """Token errors in units of honest ones: above the first a token is wrong, below the second it is right."""
 JUMP = 4.0
@@ -74,7 +76,9 @@ def _told(
             inputs=inputs,
         )
     )
-    if pattern is None or pattern.left > EXPLAINS:
+    error = (actual.values[first:].double() - expected.values[first:].double()).norm()
+    honest = float(noise[first:].norm() / error.clamp(min=1e-300))
+    if pattern is None or pattern.left > max(EXPLAINS, min(1.1 * honest, MOST_LEFT)):
         return replace(finding, cause="; ".join(filter(None, (where, finding.cause)))) if where else finding
     said = f"it holds {pattern.words} (this leaves {pattern.left:.0%} of the error)"
     return replace(
