@@ -155,8 +155,13 @@ def _described_plan(
     answer, stand_in = reference_or_why(config, sessions["reference"], setups, carried)
     chosen = None
     if stand_in:
-        chosen = chosen_reference(carried, checkpoint, setups["accel"].dtype)
-        answer = chosen.described
+        try:
+            chosen = chosen_reference(carried, checkpoint, setups["accel"].dtype)
+            answer = chosen.described
+        except UsageError:
+            if "failure" not in answer:
+                raise
+            stand_in = ""  # the named reference failed, and no recorded one is of this checkpoint: that is the finding
     port = refused(sessions["accel"].describe(setups["accel"]), "accel")
     described["accel"] = widest_port(port) if any_port else port
     described["reference"] = answer

@@ -30,7 +30,7 @@ def carried_references(config: Config) -> list[Carried]:
 def reference_or_why(
     config: Config, session: Session, setups: Mapping[str, Setup], carried: Sequence[Carried]
 ) -> tuple[Mapping[str, Any], str]:
-    """Return what the reference says of itself, or why a recorded one must stand in for it."""
+    """Return what the reference says of itself (nothing, or that it failed), and why a recorded one must stand in."""
     if carried and not reference_named(config):
         return {}, "no reference was named"
     try:
@@ -42,9 +42,8 @@ def reference_or_why(
         if not carried:
             raise
         return {}, str(error).splitlines()[0]
-    if carried and isinstance(answer, Failure):
-        return {}, f"{config.reference.spec}: {answer.message}"
-    return refused(answer, "reference"), ""
+    why = f"{config.reference.spec}: {answer.message}" if carried and isinstance(answer, Failure) else ""
+    return refused(answer, "reference"), why
 
 
 def _is_recorded(config: Config, answer: Mapping[str, Any], carried: Sequence[Carried]) -> bool:

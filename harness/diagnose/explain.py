@@ -133,13 +133,13 @@ def _accumulated(failing: Sequence[Failing]) -> list[Place]:
     return [_place(failing)] if failing else []
 
 
-def _badness(pair: Failing) -> tuple[int, float]:
-    """Order the worst first: what is not finite or not measured, then by the share of the limit."""
+def _badness(pair: Failing) -> tuple[int, bool, float]:
+    """Order the worst first: what is not finite or not measured, then what fails in the declared precision already."""
     criterion, m = pair
     if m.value is None or not math.isfinite(m.value):
-        return (0, 0.0)
-    limit = limit_at(criterion, m.n)
-    return (1, -(abs(m.value / limit) if limit else abs(m.value)))
+        return (0, False, 0.0)
+    limit, sharper = limit_at(criterion, m.n), m.where.get("precision", "declared") != "declared"
+    return (1, sharper, -(abs(m.value / limit) if limit else abs(m.value)))
 
 
 def _finding(place: Place, modules: Mapping[str, str], reproduce: str) -> Finding:

@@ -86,7 +86,9 @@ def worst_verdict(stage: StageReport) -> Verdict | None:
         return None
     if bad and stage.findings:
         tap = stage.findings[0].tap
-        pool = [v for v in bad if v.worst is not None and v.worst.subject == tap] or pool
+        declared = [v for v in bad if v.worst is None or v.worst.where.get("precision", "declared") == "declared"]
+        pool = declared or bad
+        pool = [v for v in pool if v.worst is not None and v.worst.subject == tap] or pool
     return max(pool, key=usage)
 
 

@@ -93,7 +93,7 @@ def test_a_reference_that_fails_is_an_error_of_the_run(verify, tmp_path: Path, h
     """Without a reference nothing that needs one is accepted: ERROR that names the reference, with a report."""
     file = tmp_path / "reference.py"
     file.write_text(REFERENCE)
-    outcome = verify("builtin:accel", reference=f"{file}:{how}", stage="startup")
+    outcome = verify("builtin:accel", reference=f"{file}:{how}", stage="startup", store=tmp_path / "goldens")
     stage = next(n for n, status in outcome.stages.items() if status not in ("PASSED", "SKIPPED"))
     first = outcome.refused_at(stage, status="ERROR")
     assert "the reference" in json.dumps(first)

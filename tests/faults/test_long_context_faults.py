@@ -13,16 +13,16 @@ ONE_CARD = ("--set", "scope.max_length_tokens=161", "--set", 'scope.layouts=["si
 
 
 @pytest.mark.parametrize(
-    ("fault", "tap", "cause"),
+    ("fault", "stage", "tap", "cause"),
     [
-        ("beyond_128", "layers.2", "position"),
-        ("indexer_rotates_when_long", "layers.2.attn.indexer.topk", "other items are chosen"),
+        ("beyond_128", "long_context", "layers.2", "position"),
+        ("indexer_rotates_when_long", "text", "layers.2.attn.indexer.q", "rotary style"),
     ],
 )
-def test_a_fault_that_begins_at_length_is_named(verify, fault, tap, cause):
-    """Positions beyond a limit; another path for long requests."""
+def test_a_fault_that_begins_at_length_is_named(verify, fault, stage, tap, cause):
+    """Positions beyond a limit; another path for requests that are longer than those that text alone would need."""
     outcome = verify(f"{BUILTIN}:port?fault={fault}", *ONE_CARD, stage="all")
-    finding = outcome.refused_at("long_context")
+    finding = outcome.refused_at(stage)
     assert finding["tap"] == tap, finding
     assert cause in finding["cause"], finding
 
