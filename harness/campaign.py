@@ -11,7 +11,7 @@ import shlex
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from harness.config import Config
 from harness.diagnose import diagnose
 from harness.errors import TraceError, UsageError
 from harness.golden import load_failure, read_manifest
-from harness.plan import Plan, goldens_folder, out_of_scope
+from harness.plan import Plan, goldens_folder, out_of_judgement
 from harness.record import Session, is_current, read_trace
 from harness.record import refuse as refuse_run
 from harness.report.results import write_measurements
@@ -30,7 +30,6 @@ from harness.report.terminal import Display
 from harness.schedule import Job, Schedule, make_schedule, resolved
 from harness.stages import FLOORS, StageView, stage_module
 from harness.standin import carry, not_carried
-from harness.taps import DECISION_KINDS, matches
 from harness.types import (
     STAGES,
     Failure,
@@ -109,12 +108,14 @@ class Campaign:
 
         What a search found is a golden like any other: it is not searched for again, and it travels.
         """
-        searches = {j.run.id: j for j in self.schedule.of("oracle") if j.run.kind == "search"}
+        searches = [j for j in self.schedule.of("oracle") if j.run.kind == "search"]
+        if not searches:
+            return
         names = {folder: run for (_, run), folder in self.schedule.folders.items()}
-        self._record_reference(list(searches.values()), keep=True)
+        self._record_reference(searches, keep=True)
         found = {
             f"search:{names[j.folder]}": tuple(trace.facts["token_ids"])
-            for j in searches.values()
+            for j in searches
             if isinstance(trace := self.lost.get(j.folder) or read_trace(j.folder, j.run.id), Trace)
         }
         stages = {name: resolved(runs, found) for name, runs in self.plan.stages.items()}
@@ -292,15 +293,12 @@ class Campaign:
             waivers=self.checklists.waivers,
             today=datetime.date.today(),
         )
-        verdicts = [
-            replace(v, reproduce=reproduce(self.plan.config, name)) if v.status is not Status.PASSED else v
-            for v in verdicts
-        ]
+        again = reproduce(self.plan.config, name)
+        verdicts = [replace(v, reproduce=again) if v.status is not Status.PASSED else v for v in verdicts]
         status, reason = gate.stage_status(verdicts)
-        failing = self._failing(verdicts, measurements)
         findings = diagnose(
-            failing, view.trace, floors=FLOORS, info=self.plan.info, modules=_modules(view),
-            reproduce=reproduce(self.plan.config, name),
+            gate.breaking(verdicts, measurements), view.trace, floors=FLOORS, info=self.plan.info,
+            modules=_modules(view), reproduce=again,
         )  # fmt: skip
         return StageResult(
             name=name,
@@ -330,25 +328,11 @@ class Campaign:
             facts={"traceback": "".join(traceback.format_exception(error))},
         )
 
-    def _failing(self, verdicts: Iterable[Any], measurements: Sequence[Measurement]) -> list[tuple[Any, Measurement]]:
-        bad = [v.criterion for v in verdicts if v.status not in (Status.PASSED, Status.SKIPPED, Status.WAIVED)]
-        return [(c, m) for c in bad for m in gate.failing(c, measurements)]
-
     def _out_of_scope(self, word: str, view: StageView) -> str:
-        if word == "experts":
-            return "" if self.plan.info.experts else "the model has no experts"
-        if word == "decisions":
-            taps = {tap.name: tap for t in _traces(view, "oracle") for tap in t.taps.values()}
-            made = [name for name, tap in taps.items() if tap.kind in DECISION_KINDS]
-            hidden = self.plan.scope.unobservable
-            if not made:
-                return "the reference makes no decisions (no router, no indexer)"
-            return (
-                ""
-                if any(not matches(n, hidden) for n in made) or not hidden
-                else (f"every decision is declared unobservable: {'; '.join(sorted(set(hidden.values())))}")
-            )
-        return out_of_scope(word, self.plan.scope, self.plan.context.capabilities)
+        plan = self.plan
+        return out_of_judgement(
+            word, plan.info, plan.scope, plan.context.capabilities, oracles=_traces(view, "oracle")
+        )  # fmt: skip
 
 
 def _traces(view: StageView, role: str = "accel") -> list[Trace]:

@@ -74,6 +74,14 @@ def failing(criterion: Criterion, measurements: Iterable[Measurement]) -> list[M
     return sorted(broken, key=lambda m: (m.order, -int(m.where.get("tap_level", 0))))
 
 
+def breaking(verdicts: Iterable[Verdict], measurements: Sequence[Measurement]) -> list[tuple[Criterion, Measurement]]:
+    """Return what breaks each verdict that neither passed, nor was skipped or waived, with the promise it breaks."""
+    standing = (Status.PASSED, Status.SKIPPED, Status.WAIVED)
+    return [
+        (v.criterion, m) for v in verdicts if v.status not in standing for m in failing(v.criterion, measurements)
+    ]  # fmt: skip
+
+
 def judge(
     *,
     criteria: Sequence[Criterion],

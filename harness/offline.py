@@ -219,8 +219,7 @@ def _judged(stage: str, measurements: Sequence[Measurement], promises: Any, repr
     )
     verdicts = [dataclasses.replace(v, reproduce=reproduce) for v in verdicts]
     status, reason = gate.stage_status(verdicts)
-    bad = [(c, m) for c in criteria for m in gate.failing(c, measurements)]
-    findings = explain(bad, modules={}, reproduce=reproduce)
+    findings = explain(gate.breaking(verdicts, measurements), modules={}, reproduce=reproduce)
     return StageResult(
         name=stage,
         status=status,

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +21,8 @@ from harness.plugins import Spec, default_checkpoint, parse_spec
 from harness.record import Session, Watchdog
 from harness.schedule import ORACLE_OF
 from harness.stages import StageContext, stage_module
-from harness.types import STAGES, Case, Failure, Layout, Run, Scope, Setup, as_json, digest_of, from_json
+from harness.taps import DECISION_KINDS, matches
+from harness.types import STAGES, Case, Failure, Layout, Run, Scope, Setup, Trace, as_json, digest_of, from_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +211,27 @@ def out_of_scope(word: str, scope: Scope, capabilities: Sequence[str] | frozense
     if word in ("phases", "weights", "cache", "operators"):
         return "" if word in capabilities else f"the port's adapter has no capability {word!r}"
     return ""
+
+
+def out_of_judgement(
+    word: str, info: ModelInfo, scope: Scope, capabilities: frozenset[str], *, oracles: Iterable[Trace]
+) -> str:
+    """Return why criteria that need a feature judge nothing here, or an empty string.
+
+    As `out_of_scope`, and for what the model and the oracle's own traces decide: experts, decisions.
+    """
+    if word == "experts":
+        return "" if info.experts else "the model has no experts"
+    if word != "decisions":
+        return out_of_scope(word, scope, capabilities)
+    taps = {tap.name: tap for trace in oracles for tap in trace.taps.values()}
+    made = [name for name, tap in taps.items() if tap.kind in DECISION_KINDS]
+    hidden = scope.unobservable
+    if not made:
+        return "the reference makes no decisions (no router, no indexer)"
+    if not hidden or any(not matches(name, hidden) for name in made):
+        return ""
+    return f"every decision is declared unobservable: {'; '.join(sorted(set(hidden.values())))}"
 
 
 def refused(answer: Mapping[str, Any] | Failure, side: str) -> Mapping[str, Any]:

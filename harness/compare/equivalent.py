@@ -23,10 +23,9 @@ def in_one_order(scene: Scene, views: Views) -> Views:
 
     In which order a router hands on what it chose decides nothing, as long as its weights come in the same.
     """
-    told = _told(scene, views)
-    if told is None:
+    name = _told(scene, views)
+    if name is None:
         return views
-    name = told
     mine, theirs = _ids(scene.accel, name), _ids(scene.oracle, name)
     if mine is None or theirs is None or torch.equal(mine, theirs):
         return views

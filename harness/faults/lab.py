@@ -19,7 +19,7 @@ from harness.checklist import Checklists
 from harness.diagnose import diagnose
 from harness.errors import PortError
 from harness.faults.catalogue import NoPlace
-from harness.plan import out_of_scope
+from harness.plan import out_of_judgement, out_of_scope
 from harness.plugins import open_adapter, parse_spec
 from harness.recorder import Pins
 from harness.runs import Bench, execute, opened
@@ -160,21 +160,18 @@ class Lab:
             today=datetime.date.today(),
         )
         status, reason = gate.stage_status(verdicts)
-        bad = [v.criterion for v in verdicts if v.status not in (Status.PASSED, Status.SKIPPED)]
-        failing = [(c, m) for c in bad for m in gate.failing(c, measurements)]
-        findings = diagnose(failing, view.trace, floors=FLOORS, info=self.context.info, modules={}, reproduce="")
+        findings = diagnose(
+            gate.breaking(verdicts, measurements), view.trace, floors=FLOORS, info=self.context.info, modules={},
+            reproduce="",
+        )  # fmt: skip
         return Judged(
             stage=stage, status=status, reason=reason, verdicts=tuple(verdicts), findings=tuple(findings)
         )  # fmt: skip
 
     def _out_of_scope(self, word: str, view: StageView) -> str:
-        if word == "experts":
-            return "" if self.context.info.experts else "the model has no experts"
-        if word == "decisions":
-            traces = [view.trace("oracle", run.id) for run in view.runs]
-            kinds = {tap.kind for t in traces if isinstance(t, Trace) for tap in t.taps.values()}
-            return "" if kinds & {"routing", "selection"} else "the reference makes no decisions"
-        return out_of_scope(word, self.context.scope, self.context.capabilities)
+        context = self.context
+        oracles = [t for run in view.runs if isinstance(t := view.trace("oracle", run.id), Trace)]
+        return out_of_judgement(word, context.info, context.scope, context.capabilities, oracles=oracles)
 
     def close(self) -> None:
         """Let the reference go."""
