@@ -241,14 +241,7 @@ def _msprobe_here(words: argparse.Namespace) -> dict[str, Any]:
 
 def render(table: Mapping[str, Any], facts: Mapping[str, Any], dtype: str) -> str:
     """Return the table as markdown."""
-    lines = [f"| side ({dtype}) | CPU s | ratio | least-greatest | aim |", "|---|---|---|---|---|"]
-    for name, row in table.items():
-        if "skipped" in row:
-            lines.append(f"| {name} | | | skipped: {row['skipped']} | |")
-            continue
-        aim = f"{AIMS[name]:g}" if name in AIMS else ""
-        spread = f"{row['least']:.2f}-{row['greatest']:.2f}"
-        lines.append(f"| {name} | {row['cpu_s']:.3f} | {row['ratio']:.2f} | {spread} | {aim} |")
+    lines = moe24.rows_of(table, dtype, AIMS)
     lines += [
         "",
         f"Disk: {facts['written_bytes']:,} bytes for {facts['distinct_tensors']} distinct of {facts['taps']} tensors, "

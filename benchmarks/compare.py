@@ -190,14 +190,8 @@ def _msprobe(words: argparse.Namespace, folder: Path, base: float) -> dict[str, 
 
 def render(table: dict[str, Any], facts: dict[str, Any], dtype: str) -> str:
     """Return the table as markdown."""
-    lines = [f"| side ({dtype}) | CPU s | ratio | least-greatest | aim |", "|---|---|---|---|---|"]
-    for name, row in table.items():
-        if "skipped" in row:
-            lines.append(f"| {name} | | | skipped: {row['skipped']} | |")
-            continue
-        aim = f"{AIM:g}" if name.startswith("day0") else ""
-        spread = f"{row['least']:.2f}-{row['greatest']:.2f}"
-        lines.append(f"| {name} | {row['cpu_s']:.3f} | {row['ratio']:.2f} | {spread} | {aim} |")
+    aims = {name: AIM for name in table if name.startswith("day0")}
+    lines = moe24.rows_of(table, dtype, aims)
     rate = facts["bytes"] / table["day0, all metrics, three runs"]["cpu_s"] / 1e6
     lines += [
         "",

@@ -88,3 +88,16 @@ def ratios(seconds: Mapping[str, list[float]], base: str) -> dict[str, dict[str,
             "greatest": max(by_round),
         }
     return found
+
+
+def rows_of(table: Mapping[str, Any], dtype: str, aims: Mapping[str, float]) -> list[str]:
+    """Return the lines of a markdown table of sides; `aims` gives the ratio aimed at, where there is one."""
+    lines = [f"| side ({dtype}) | CPU s | ratio | least-greatest | aim |", "|---|---|---|---|---|"]
+    for name, row in table.items():
+        if "skipped" in row:
+            lines.append(f"| {name} | | | skipped: {row['skipped']} | |")
+            continue
+        aim = f"{aims[name]:g}" if name in aims else ""
+        spread = f"{row['least']:.2f}-{row['greatest']:.2f}"
+        lines.append(f"| {name} | {row['cpu_s']:.3f} | {row['ratio']:.2f} | {spread} | {aim} |")
+    return lines

@@ -15,9 +15,8 @@ from harness.faults.parts import Part, Parts, router_of
 from harness.faults.ways import Calls, given, on_output, on_topk, widen_logits, within
 
 
-@benign("BN18")
-def norm_rounded_first(parts: Parts) -> None:
-    """Every RMSNorm rounds before the weight instead of after it (or the reverse)."""
+def _norms_in(parts: Parts, wide: torch.dtype) -> None:
+    """Compute every RMSNorm in a wide precision, and round once."""
     for part in parts.module.modules():
         weight = getattr(part, "weight", None)
         epsilon = getattr(part, "variance_epsilon", None)
@@ -25,10 +24,16 @@ def norm_rounded_first(parts: Parts) -> None:
             continue
 
         def change(y: Tensor, call: Any, weight: Tensor = weight, epsilon: float = epsilon) -> Tensor:
-            x: Tensor = given(call).float()
-            return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight.float()).to(y.dtype)
+            x: Tensor = given(call).to(wide)
+            return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight.to(wide)).to(y.dtype)
 
         on_output(part, change)
+
+
+@benign("BN18")
+def norm_rounded_first(parts: Parts) -> None:
+    """Every RMSNorm rounds before the weight instead of after it (or the reverse)."""
+    _norms_in(parts, torch.float32)
 
 
 @benign("BN11")
@@ -253,18 +258,7 @@ def denormals_flushed(parts: Parts) -> None:
 @benign("BN18")
 def norms_in_float64(parts: Parts) -> None:
     """Norms are computed in float64 and rounded once."""
-    for part in parts.module.modules():
-        weight = getattr(part, "weight", None)
-        epsilon = getattr(part, "variance_epsilon", None)
-        if epsilon is None or not isinstance(weight, Tensor) or type(part).__name__.endswith("Gated"):
-            continue
-
-        def change(y: Tensor, call: Any, weight: Tensor = weight, epsilon: float = epsilon) -> Tensor:
-            x: Tensor = given(call).double()
-            wide = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-            return (wide * weight.double()).to(y.dtype)
-
-        on_output(part, change)
+    _norms_in(parts, torch.float64)
 
 
 @benign("BN18")

@@ -58,20 +58,6 @@ def _sigmas(tests: int, samples: int) -> float:
     return z + first + second
 
 
-def channel_slopes(*, actual: Tensor, expected: Tensor, weight: Tensor, groups: int) -> Slopes:
-    """Return the slope of each group of consecutive channels, standard errors clustered by token.
-
-    Shapes: actual, expected [T, E]; weight [T], one over a token's honest squared error; the result [groups].
-    """
-    return group_slopes(inner_products(actual=actual, expected=expected, groups=groups), weight=weight)
-
-
-def position_slopes(*, actual: Tensor, expected: Tensor, weight: Tensor, buckets: int) -> Slopes:
-    """Return the slope of each of `buckets` stretches of equally many tokens. Shapes: as `channel_slopes`."""
-    products = inner_products(actual=actual, expected=expected, groups=1)
-    return group_slopes(products.stretches(buckets), weight=weight)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
     """Inner products error x signal and signal x signal by token and group of channels, float64.

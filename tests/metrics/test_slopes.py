@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.metrics.slopes import Slopes, channel_slopes, joint_slopes, position_slopes
+from harness.metrics.slopes import Slopes, group_slopes, inner_products, joint_slopes
 
 TOKENS, WIDTH, EXPERTS, CHOICES = 96, 64, 12, 3
 NOISE = 3e-3
@@ -19,6 +19,15 @@ def sides(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return expected, honest actual and weights."""
     expected = normal(TOKENS, WIDTH, seed=seed)
     return expected, expected + NOISE * normal(TOKENS, WIDTH, seed=seed + 1), torch.ones(TOKENS, dtype=torch.float64)
+
+
+def channel_slopes(*, actual, expected, weight, groups: int) -> Slopes:
+    return group_slopes(inner_products(actual=actual, expected=expected, groups=groups), weight=weight)
+
+
+def position_slopes(*, actual, expected, weight, buckets: int) -> Slopes:
+    products = inner_products(actual=actual, expected=expected, groups=1)
+    return group_slopes(products.stretches(buckets), weight=weight)
 
 
 def beyond(slopes: Slopes) -> torch.Tensor:
