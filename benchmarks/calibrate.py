@@ -1,6 +1,6 @@
 """How often honest ports break each limit: seeds x architectures x harmless differences, against the checklists.
 
-    python benchmarks/calibrate.py [--seeds 20] [--architectures llama,qwen3_moe,deepseek_v32] [--write DIR]
+    python benchmarks/calibrate.py [--seeds 20] [--architectures A,B,C] [--stages text,image] [--write DIR]
 
 Every harmless difference of the catalogue (other kernels, rounding points, orders of sums, batches, implementations of
 attention and experts), a compiled port and the processor's other instruction sets are run on models of random weights.
@@ -33,7 +33,7 @@ from harness.errors import PortError
 from harness.faults import models
 from harness.faults.bench import Ports
 from harness.faults.catalogue import TABLE, Injection, NoPlace
-from harness.faults.lab import Lab, Subject, Traces, make_lab
+from harness.faults.lab import TIMED, Lab, Subject, Traces, make_lab
 from harness.faults.prove import quiet
 from harness.golden import load_trace, save_trace
 from harness.plugins import parse_spec
@@ -42,9 +42,10 @@ from harness.stages import StageView, stage_module
 from harness.types import Criterion, Failure, Measurement, Trace
 
 ARCHITECTURES = ("llama", "qwen3_moe", "deepseek_v32")
-STAGES = ("text",)
 OPTIONS = {"attention sdpa": "attn=sdpa", "experts grouped": "attn=eager&experts=grouped_mm"}
 COMPILED = "attn=eager&compile=aot_eager"
+NOT_HERE = (*TIMED, "peak_over_plan")
+"""Metrics of time and memory: the process that runs here holds the reference too."""
 INSTRUCTIONS = (("ATEN_CPU_CAPABILITY", "default"), ("ONEDNN_MAX_CPU_ISA", "AVX2"))
 
 
@@ -67,9 +68,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="day0-calibrate-") as scratch:
         for number, (name, subject) in enumerate(_subjects(words, Path(scratch))):
             lab = make_lab(subject, load_checklists())
+            stages = [s for s in words.stages.split(",") if s in lab.runs]
+            criteria = [c for s in stages for c in lab.checklists.by_stage[s] if not c.metric.startswith(NOT_HERE)]
             count = 0
-            for label, measurements in honest(lab, Path(scratch) / f"runs-{number}", number, words.share):
-                take(tallies, lab, f"{name} {label}", measurements)
+            for label, measurements in honest(lab, Path(scratch) / f"runs-{number}", number, words.share, stages):
+                take(tallies, criteria, f"{name} {label}", measurements)
                 count += 1
             lab.close()
             print(f"{name}: {count} honest runs, {time.perf_counter() - begin:.0f} s", flush=True)
@@ -86,6 +89,7 @@ def _words() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--architectures", default=",".join(ARCHITECTURES))
+    parser.add_argument("--stages", default="text", help="of those that a model has: text,image,long_context")
     parser.add_argument("--model", default="", help="hf:FOLDER of a model of your own, instead of random ones")
     parser.add_argument("--share", type=int, default=1, help="each model takes one in so many differences, by turns")
     parser.add_argument("--write", type=Path, metavar="DIR")
@@ -108,60 +112,62 @@ def _subjects(words: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, S
             yield name, subject
 
 
-def honest(lab: Lab, scratch: Path, number: int, share: int) -> Iterator[tuple[str, list[Measurement]]]:
+def honest(
+    lab: Lab, scratch: Path, number: int, share: int, stages: Sequence[str]
+) -> Iterator[tuple[str, list[Measurement]]]:
     """Yield the measurements of a subject's honest ports, by label: one in `share` of them, by turns."""
     turn = 0
-    for label, record in _ways(lab, scratch):
+    for label, record in _ways(lab, scratch, stages):
         turn += 1
         if (turn + number) % share:
             continue
         try:
-            yield label, measured(lab, record())
+            yield label, measured(lab, record(), stages)
         except NoPlace:
             continue
 
 
-def _ways(lab: Lab, scratch: Path) -> Iterator[tuple[str, Callable[[], Traces]]]:
+def _ways(lab: Lab, scratch: Path, stages: Sequence[str]) -> Iterator[tuple[str, Callable[[], Traces]]]:
     """Yield every honest port of a subject as a label and a function that records it."""
     for injection in TABLE.of("benign", "module").values():
-        yield injection.name, partial(_injected, lab, injection)
+        yield injection.name, partial(_injected, lab, injection, stages)
     base = lab.subject.reference.partition("?")[0]
     for label, query in OPTIONS.items():
         if "experts" not in query or lab.context.info.experts:
-            yield label, partial(_in_a_process, lab, scratch / label.replace(" ", "-"), f"{base}?{query}")
+            yield label, partial(_in_a_process, lab, scratch / label.replace(" ", "-"), f"{base}?{query}", stages)
     if not lab.context.info.experts:
-        yield "compiled", partial(_in_a_process, lab, scratch / "compiled", f"{base}?{COMPILED}")
+        yield "compiled", partial(_in_a_process, lab, scratch / "compiled", f"{base}?{COMPILED}", stages)
     for variable, value in INSTRUCTIONS:
-        yield f"{variable}={value}", partial(_with_variable, lab, scratch / variable, variable, value)
+        yield f"{variable}={value}", partial(_with_variable, lab, scratch / variable, variable, value, stages)
 
 
-def _injected(lab: Lab, injection: Injection) -> Traces:
+def _injected(lab: Lab, injection: Injection, stages: Sequence[str]) -> Traces:
     ports = Ports(lab, {}, injection)
     try:
         ports(lab.setup)
-        return _recorded(lab, ports)
+        return _recorded(lab, ports, stages)
     except PortError as error:  # a model that refuses an injection while its inputs are found out has no place for it
         raise NoPlace(str(error)) from error
     finally:
         ports.close()
 
 
-def _with_variable(lab: Lab, scratch: Path, variable: str, value: str) -> Traces:
+def _with_variable(lab: Lab, scratch: Path, variable: str, value: str, stages: Sequence[str]) -> Traces:
     with _environment(variable, value):
-        return _in_a_process(lab, scratch, lab.subject.accel)
+        return _in_a_process(lab, scratch, lab.subject.accel, stages)
 
 
-def _recorded(lab: Lab, ports: Ports) -> Traces:
+def _recorded(lab: Lab, ports: Ports, stages: Sequence[str]) -> Traces:
     traces: Traces = {}
-    for stage in STAGES:
+    for stage in stages:
         lab.record(ports, stage, traces)
     return traces
 
 
-def _in_a_process(lab: Lab, scratch: Path, spec: str) -> Traces:
+def _in_a_process(lab: Lab, scratch: Path, spec: str, stages: Sequence[str]) -> Traces:
     """Record a port in a worker of its own, replaying the goldens of this process."""
-    ids = {run.id for stage in STAGES for run in lab.runs[stage]}
-    for stage in STAGES:
+    ids = {run.id for stage in stages for run in lab.runs[stage]}
+    for stage in stages:
         lab.record_goldens(stage)
     session = Session(
         scratch / "session", spec=spec, checkpoint=lab.subject.checkpoint, watchdog=Watchdog(), python=sys.executable
@@ -203,7 +209,7 @@ def _environment(variable: str, value: str) -> Iterator[None]:
             os.environ[variable] = before
 
 
-def measured(lab: Lab, traces: Traces) -> list[Measurement]:
+def measured(lab: Lab, traces: Traces, stages: Sequence[str]) -> list[Measurement]:
     """Measure every run of the stages that has a trace. Raises RuntimeError where an honest port raised."""
     lost = [t for t in traces.values() if isinstance(t, Failure)]
     if any("NoPlace" in f.message for f in lost):
@@ -211,7 +217,7 @@ def measured(lab: Lab, traces: Traces) -> list[Measurement]:
     if lost:
         raise RuntimeError(f"an honest port broke: {lost[0].message}")
     found: list[Measurement] = []
-    for stage in STAGES:
+    for stage in stages:
         folders = lab.schedule.folders
         runs = [r for r in lab.runs[stage] if folders.get(("accel", r.id)) in traces or r.kind == "search"]
         view = StageView(context=lab.context, runs=runs, trace=lab.trace(traces))
@@ -219,13 +225,17 @@ def measured(lab: Lab, traces: Traces) -> list[Measurement]:
     return found
 
 
-def take(tallies: dict[str, Tally], lab: Lab, label: str, measurements: Sequence[Measurement]) -> None:
+def take(
+    tallies: dict[str, Tally], criteria: Sequence[Criterion], label: str, measurements: Sequence[Measurement]
+) -> None:
     """Count one honest run under every criterion that covers anything of it."""
-    by_metric: dict[str, list[Measurement]] = defaultdict(list)
+    by_metric: dict[tuple[str, str], list[Measurement]] = defaultdict(list)
     for m in measurements:
-        by_metric[m.metric].append(m)
-    for criterion in (c for stage in STAGES for c in lab.checklists.by_stage[stage]):
-        about = [m for m in by_metric[criterion.metric] if gate.covers(criterion, m) and m.value is not None]
+        by_metric[m.stage, m.metric].append(m)
+    for criterion in criteria:
+        about = [
+            m for m in by_metric[criterion.stage, criterion.metric] if gate.covers(criterion, m) and m.value is not None
+        ]
         if not about:
             continue
         tally = tallies[criterion.id]
