@@ -99,7 +99,15 @@ def decode(checkpoint: Checkpoint, logical: Logical, *, widen: bool = True) -> T
     """
     if logical.problem:
         raise CheckpointError(f"expected {logical.name!r} to decode as {logical.format}, found: {logical.problem}")
-    part = {role: checkpoint.read(name) for role, name in logical.parts.items()}
+    return decode_parts(logical, {role: checkpoint.read(name) for role, name in logical.parts.items()}, widen=widen)
+
+
+def decode_parts(logical: Logical, part: Mapping[str, Tensor], *, widen: bool = True) -> Tensor:
+    """Decode a weight, or whole rows of it, from its stored parts by role.
+
+    Raises:
+        CheckpointError: a scale does not fit.
+    """
     weight, scale, options = part["weight"], part.get("scale"), logical.options
     if logical.format == "plain" or scale is None:
         return weight.to(torch.float32) if widen and logical.dtype in FLOATS - {"F64"} else weight
