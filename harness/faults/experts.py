@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harness.faults.catalogue import NoPlace, fault
 from harness.faults.parts import Part, Parts, find, router_of
-from harness.faults.ways import Calls, held, on_topk, within
+from harness.faults.ways import Calls, held, on_topk, other_activation, within
 
 Places = list[str]
 CHOICE = "chosen|choice|k,|router|route|bias|group"
@@ -170,7 +170,7 @@ def router_softmax(parts: Parts) -> Places:
         return torch.softmax(args[0], -1) if func in (torch.sigmoid, Tensor.sigmoid) else NotImplemented
 
     within(router, lambda: Calls(change))
-    return [*_routed(parts, router), *_weighted(parts, router)]
+    return [*_routed(parts, router), *_weighted(parts, router), f"{parts.tap(router)}.*"]
 
 
 def _expert_call(parts: Parts, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Places:
@@ -260,9 +260,7 @@ def slope_of_experts(parts: Parts) -> Places:
 def activation_of_experts(parts: Parts) -> Places:
     """The routed experts have another activation."""
     experts = parts.experts()
-    if not callable(getattr(experts, "act_fn", None)):
-        raise NoPlace("these experts have no activation of their own")
-    experts.act_fn = nn.GELU()
+    experts.act_fn = other_activation(getattr(experts, "act_fn", None))
     return [parts.tap(experts)]
 
 
@@ -272,12 +270,11 @@ def shared_activation(parts: Parts) -> Places:
 
     def place(layer: Part) -> Part:
         found = find(layer, r"shared_experts?$")
-        if not hasattr(found, "act_fn"):
-            raise NoPlace("no activation to exchange")
+        other_activation(getattr(found, "act_fn", None))
         return found
 
     shared = place(parts.layer(place))
-    shared.act_fn = nn.GELU()
+    shared.act_fn = other_activation(shared.act_fn)
     return [parts.tap(shared), parts.tap(shared, ".*")]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harness.faults.catalogue import NoPlace, fault
 from harness.faults.parts import Part, Parts, find, find_or_none, out_projection
-from harness.faults.ways import given, held, on_arguments, on_output, widen_logits, within
+from harness.faults.ways import given, held, on_arguments, on_output, other_activation, widen_logits, within
 
 Places = list[str]
 WHOLE = "off|wrong|scale|times|projection|linear|slope"
@@ -248,12 +248,13 @@ def dense_activation(parts: Parts) -> Places:
 
     def block(layer: Part) -> Part:
         found = find(layer, r"^mlp$")
-        if not hasattr(found, "act_fn") or find_or_none(layer, r"experts") is not None:
+        if find_or_none(layer, r"experts") is not None:
             raise NoPlace("no dense block")
+        other_activation(getattr(found, "act_fn", None))
         return found
 
     part = block(parts.layer(block))
-    part.act_fn = nn.GELU() if not isinstance(part.act_fn, nn.GELU) else nn.SiLU()
+    part.act_fn = other_activation(part.act_fn)
     return [parts.tap(part), parts.tap(part, ".*")]
 
 

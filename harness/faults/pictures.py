@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harness.faults.catalogue import NoPlace, fault
 from harness.faults.parts import Part, Parts, attention_of, find, find_or_none, out_projection
-from harness.faults.ways import Calls, on_arguments, on_output, within
+from harness.faults.ways import Calls, held, on_arguments, on_output, within
 
 Places = list[str]
 PICTURE = "picture|image|patch|row|order|position|channel"
@@ -232,16 +232,20 @@ def merger_activation(parts: Parts) -> Places:
     return [parts.tap(merger), parts.tap(merger, ".*")]
 
 
-@fault(stage="image", cause="merger|order|row|off|wrong", needs="a merger")
+@fault(stage="image", cause="merger|order|row|off|wrong", needs="a tower that merges blocks of patches")
 def merger_columns_first(parts: Parts) -> Places:
     """Inside a merged block, patches are joined column by column instead of row by row."""
     _grid(parts)
+    joining = [m for _, m in parts.tower.named_modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (2, 2)]
+    if joining:
+        within(joining[-1], lambda: held(joining[-1].weight, joining[-1].weight.data.transpose(-1, -2)))
+        return [parts.tap(joining[-1]), parts.tap(joining[-1], ".*")]
     merger = _merger(parts)
 
     def change(_: Part, args: Any) -> Any:
         x = args[0]
         if x.dim() != 2 or x.shape[0] % 4:
-            return args
+            raise NoPlace("this merger is not given patches one by one")
         return (x.unflatten(0, (-1, 2, 2)).transpose(1, 2).flatten(0, 2), *args[1:])
 
     merger.register_forward_pre_hook(change)

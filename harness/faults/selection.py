@@ -115,7 +115,7 @@ def indexer_one_less(parts: Parts) -> Places:
     return _chosen(parts, indexer)
 
 
-@fault("SP08", cause=INDEXER + "|not allowed", needs="an indexer, phases")
+@fault("SP08", cause=INDEXER + "|not allowed|chunk|decode|phase", needs="an indexer, phases")
 def indexer_absolute_ids(parts: Parts) -> Places:
     """In a chunk the chosen ids are counted from the chunk's first row."""
     box = {"start": 0}
@@ -125,7 +125,8 @@ def indexer_absolute_ids(parts: Parts) -> Places:
         box["start"] = int(ids.flatten()[0]) if ids is not None else 0
 
     on_arguments(parts.module, look)
-    return _other_choice(parts, lambda ids: torch.where(ids >= 0, (ids - box["start"]).clamp(min=0), ids))
+    places = _other_choice(parts, lambda ids: torch.where(ids >= 0, (ids - box["start"]).clamp(min=0), ids))
+    return [*places, places[-1].rpartition(".")[0]]  # a phase is replayed by layers only
 
 
 @fault(cause=INDEXER, needs="an indexer")

@@ -21,7 +21,7 @@ from harness.types import Tap
 
 @dataclass(slots=True)
 class Call:
-    """What is running: tokens [start, stop), in which request since the port was opened (from 1)."""
+    """What is running: tokens [start, stop), in which request since the port was opened (from 1; 0 without a cache)."""
 
     start: int = 0
     stop: int = 0
@@ -42,6 +42,7 @@ class Tapped:
     def __init__(self, adapter: Any, taps: Mapping[str, Tap]) -> None:
         self.adapter, self.taps = adapter, taps
         self.call = Call()
+        self._requests = 0
         self._made: dict[str, Change] = {}
         self._handed: dict[str, Change] = {}
         self._inputs: Callable[[Inputs, Call], Inputs] = lambda inputs, _: inputs
@@ -97,7 +98,7 @@ class Tapped:
             return prepare(case, self._recorder(record))  # type: ignore[no-any-return]
 
         def whole(inputs: Inputs, record: Recorder) -> Tensor:
-            self.call.start, self.call.stop = 0, int(inputs.token_ids.shape[-1])
+            self.call.start, self.call.stop, self.call.request = 0, int(inputs.token_ids.shape[-1]), 0
             return forward(self._inputs(inputs, self.call), self._recorder(record))  # type: ignore[no-any-return]
 
         adapter.prepare, adapter.forward = prepared, whole
@@ -106,11 +107,11 @@ class Tapped:
         open_, step = adapter.open, adapter.step
 
         def opened() -> int:
-            self.call.request += 1
+            self._requests += 1
             return int(open_())
 
         def stepped(slot: int, inputs: Inputs, start: int, stop: int, record: Recorder) -> Tensor:
-            self.call.start, self.call.stop = start, stop
+            self.call.start, self.call.stop, self.call.request = start, stop, self._requests
             return step(slot, self._inputs(inputs, self.call), start, stop, self._recorder(record))  # type: ignore[no-any-return]
 
         adapter.open, adapter.step = opened, stepped

@@ -70,6 +70,30 @@ def within(module: nn.Module, context: Callable[[], Any]) -> None:
     module.forward = forward  # type: ignore[method-assign]
 
 
+class _Gated(nn.Module):
+    """An activation of two halves."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the gated values."""
+        return self.inner(gate) * up  # type: ignore[no-any-return]
+
+
+def other_activation(activation: Any) -> nn.Module:
+    """Return an activation that gives other values, called like the one that is there. Raises NoPlace without one."""
+    if not callable(activation):
+        raise NoPlace("no activation to exchange")
+    taken = inspect.signature(getattr(activation, "forward", activation)).parameters.values()
+    count = sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in taken)
+    other = nn.SiLU() if "gelu" in type(activation).__name__.lower() else nn.GELU()
+    if count > 2:
+        raise NoPlace(f"an activation of {count} arguments")
+    return other if count < 2 else _Gated(other)
+
+
 class Calls(TorchFunctionMode):
     """Pass torch calls through `change(function, arguments, keywords)`, which returns NotImplemented to keep one."""
 
