@@ -6,7 +6,8 @@ limits, files or how traces are stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -150,11 +151,37 @@ class Operating(Protocol):
         """Return for each operator which implementation is used: custom, compiled or fallback."""
 
 
+class Rounding(Protocol):
+    """What a port declares of its numbers, as functions; given to a reference that is to compute so."""
+
+    def weight(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a weight [out, in] as the port holds it; of what is kept as it is, the tensor itself."""
+
+    def inputs(self) -> AbstractContextManager[Any]:
+        """Return what rounds the inputs of products with such weights, while it is entered."""
+
+    def writer(self) -> Callable[[str, Tensor], Tensor]:
+        """Return what rounds what one request writes to its cache: name and new values -> values to keep."""
+
+
+@runtime_checkable
+class Roundable(Protocol):
+    """Capability `precision`, of a reference: it can compute as a port does that holds its numbers in narrower formats.
+
+    `rounding` is what it was given, None until then.
+    """
+
+    rounding: Rounding | None
+
+    def round_with(self, rounding: Rounding) -> None:
+        """Round weights now, inputs and what is cached from now on. Called after `load`."""
+
+
 def capabilities(adapter: Any) -> list[str]:
     """Return the names of the optional capabilities that an adapter has."""
     table: list[tuple[str, Any]] = [
         ("phases", Phased), ("weights", Weighted), ("chat", Tokenizing), ("serves", Serving),
-        ("multi_card", Distributed), ("cache", Caching), ("operators", Operating),
+        ("multi_card", Distributed), ("cache", Caching), ("operators", Operating), ("precision", Roundable),
     ]  # fmt: skip
     off = adapter.scope.off
     return [name for name, protocol in table if isinstance(adapter, protocol) and name not in off]

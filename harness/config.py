@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from harness.configfile import Where, anchor_spec, check_keys, parse_set, query_dtype, read_file
-from harness.errors import ConfigError, UsageError, nearest
+from harness.errors import ConfigError, SpecError, UsageError, nearest
+from harness.precision.scheme import parse_precision
 from harness.types import STAGES, Layout, Scope, as_json, digest_of
 
 DEFAULT_FILE = Path("day0.toml")
@@ -85,6 +86,16 @@ def _layouts(value: Any) -> Any:
     return tuple(parse_layout(v) if isinstance(v, str) else v for v in items)
 
 
+def _precision(value: Any) -> Any:
+    """Spell out `[accel.precision]`; raise ValueError for a word that it does not have."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected a table like {{cache = 'float8_e4m3fn:tensor'}}, found {value!r}")
+    try:
+        return parse_precision(value).words()
+    except SpecError as error:
+        raise ValueError(str(error)) from None
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -113,10 +124,14 @@ class ReferenceSection(_Section):
 
 
 class AccelSection(_Section):
-    """[accel]: the side under test. `python` is another interpreter that has the vendor's environment."""
+    """[accel]: the side under test. `python` is another interpreter that has the vendor's environment.
+
+    `precision` is what the port declares of weights, activations, cache and state beside its dtype.
+    """
 
     spec: str = "builtin:accel"
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
+    precision: Annotated[Mapping[str, str], BeforeValidator(_precision)] = Field(default_factory=dict)
     python: str | None = None
     options: Mapping[str, str] = Field(default_factory=dict)
 

@@ -79,6 +79,11 @@ def not_covered(plan: Plan, stages: Sequence[StageResult]) -> list[str]:
     for why, globs in unobserved.items():
         more = f" and {len(globs) - 3} more patterns" if len(globs) > 3 else ""
         sentences.append(f"taps {', '.join(globs[:3])}{more} were not observed: {why}")
+    if plan.scope.precision and not plan.setups["floor"].precision:
+        sentences.append(
+            f"precision: the floor is that of plain {plan.setups['floor'].dtype}, because this reference cannot "
+            "compute as the port declares; what the declared formats cost reads as an error of the port"
+        )
     if plan.carried is not None:
         there = f"recorded {plan.carried.made.get('time', '')} as {plan.carried.spec}"
         sentences.append(f"the reference did not run here ({plan.stand_in}): the port was held to goldens {there}")

@@ -22,13 +22,14 @@ from harness.plan import (
     out_of_scope,
     refused,
     widest_port,
+    with_precision,
 )
 from harness.record import Session
 from harness.report.render import render
 from harness.report.results import Results, build_results
 from harness.report.terminal import Display
 from harness.standin import carried_references, chosen_reference, reference_or_why, write_requests
-from harness.types import STAGES, StageResult, Status
+from harness.types import STAGES, Scope, StageResult, Status, from_json
 
 
 def verify(config: Config, display: Display, *, command: str = "") -> Results:
@@ -153,16 +154,17 @@ def _described_plan(
     setups = make_setups(config)
     described: dict[str, Mapping[str, Any]] = {}
     answer, stand_in = reference_or_why(config, sessions["reference"], setups, carried)
+    port = refused(sessions["accel"].describe(setups["accel"]), "accel")
     chosen = None
     if stand_in:
         try:
-            chosen = chosen_reference(carried, checkpoint, setups["accel"].dtype)
+            declared = with_precision(from_json(Scope, port["scope"]), config).precision
+            chosen = chosen_reference(carried, checkpoint, setups["accel"].dtype, declared)
             answer = chosen.described
         except UsageError:
             if "failure" not in answer:
                 raise
             stand_in = ""  # the named reference failed, and no recorded one is of this checkpoint: that is the finding
-    port = refused(sessions["accel"].describe(setups["accel"]), "accel")
     described["accel"] = widest_port(port) if any_port else port
     described["reference"] = answer
     return make_plan(config, checkpoint, described, carried=chosen, stand_in=stand_in)

@@ -18,6 +18,7 @@ from harness.configfile import anchor_spec
 from harness.errors import CheckpointError, NothingToVerify, SpecError, UsageError
 from harness.golden import Carried, checkpoint_digest
 from harness.plugins import Spec, default_checkpoint, parse_spec
+from harness.precision.scheme import parse_precision
 from harness.record import Session, Watchdog
 from harness.schedule import ORACLE_OF
 from harness.stages import StageContext, stage_module
@@ -119,6 +120,7 @@ def make_setups(config: Config, carried: Carried | None = None) -> dict[str, Set
             role=role,
             adapter=text,
             dtype=dtype,
+            precision={} if role == "oracle" else config.accel.precision,
             device=options.get("device", "cpu"),
             options={k: v for k, v in options.items() if k not in ("dtype", "device")},
         )
@@ -135,9 +137,9 @@ def make_plan(
 ) -> Plan:
     """Decide scope, cases and runs. Raises NothingToVerify where no asked stage is in scope, CheckpointError."""
     info = read_model_info(checkpoint)
-    setups = make_setups(config, carried)
     claimed = from_json(Scope, described["accel"]["scope"])
-    scope = config.scope.apply(claimed)
+    scope = with_precision(config.scope.apply(claimed), config)
+    setups = _floor_as_declared(make_setups(config, carried), scope, described["reference"]["capabilities"], carried)
     capable = frozenset(described["accel"]["capabilities"])
     context = StageContext(
         info=info,
@@ -183,6 +185,30 @@ def make_plan(
         carried=carried,
         stand_in=stand_in,
     )
+
+
+def with_precision(scope: Scope, config: Config) -> Scope:
+    """Return a scope with what the user declared of the port's numbers put over its own words.
+
+    A port that holds numbers in narrower formats has no float32 run that could be judged more sharply.
+    Raises SpecError for a word that is not in the language.
+    """
+    declared = parse_precision({**scope.precision, **config.accel.precision}).words()
+    if not declared:
+        return replace(scope, precision={})
+    words = ", ".join(f"{key} {value}" for key, value in declared.items() if key != "keep")
+    off = {**scope.off, "float32": f"the port declares {words}; it computes so in every dtype"}
+    return replace(scope, precision=declared, precisions=(), off=off)
+
+
+def _floor_as_declared(
+    setups: Mapping[str, Setup], scope: Scope, reference: Sequence[str], carried: Carried | None
+) -> dict[str, Setup]:
+    """Return the setups with the floor in the declared precision, where the reference can compute so."""
+    if carried is not None:
+        return dict(setups)
+    precision = scope.precision if "precision" in reference else {}
+    return {**setups, "floor": replace(setups["floor"], precision=precision)}
 
 
 def goldens_folder(config: Config) -> Path:

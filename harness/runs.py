@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.adapter import Adapter, Inputs, Recorder, capabilities, silent
+from harness.adapter import Adapter, Inputs, Recorder, Roundable, capabilities, silent
 from harness.errors import PortError
+from harness.precision.declare import Rounds
+from harness.precision.scheme import parse_precision
 from harness.recorder import Pins, TraceRecorder
 from harness.types import Facts, Run, Setup, Trace
 
@@ -56,6 +58,8 @@ def execute(bench: Bench, run: Run, *, pins: Pins | None, expected: Trace | None
     recorder = TraceRecorder(
         pins=pins, keep=run.taps, beat=bench.beat, oracle=bench.setup.role == "oracle", statistics=statistics
     )
+    if isinstance(rounds := getattr(bench.adapter, "rounding", None), Rounds):
+        rounds.jitter = run.jitter
     torch.manual_seed(run.case.seed if run.case else 0)
     before = _reset_peak()
     begin = time.perf_counter()
@@ -293,10 +297,17 @@ def _status_bytes(field: str) -> int:
 
 
 def opened(adapter: Adapter, checkpoint: Path, setup: Setup) -> Facts:
-    """Load an adapter and return what loading observed, with `load_s`, `peak_bytes` above what was resident before."""
+    """Load an adapter and return what loading observed, with `load_s`, `peak_bytes` above what was resident before.
+
+    A floor is then made to compute in the precision that the port declares.
+    """
     before = _reset_peak()
     begin = time.perf_counter()
     facts: Mapping[str, Any] = adapter.load(checkpoint, setup) or {}
+    if setup.role == "floor" and setup.precision:
+        if not isinstance(adapter, Roundable):
+            raise PortError(f"{adapter.name} cannot compute in a declared precision: it has no round_with()")
+        adapter.round_with(Rounds(parse_precision(setup.precision)))
     synchronize()
     seen = {"load_s": time.perf_counter() - begin, "peak_bytes": max(0, peak_bytes() - before)}
     return {**facts, **{f"reported_{k}": facts[k] for k in seen if k in facts}, **seen}

@@ -52,11 +52,12 @@ def _is_recorded(config: Config, answer: Mapping[str, Any], carried: Sequence[Ca
     return any((c.digests["reference"], c.described.get("versions")) == here for c in carried)
 
 
-def chosen_reference(carried: Sequence[Carried], checkpoint: Path, dtype: str) -> Carried:
+def chosen_reference(carried: Sequence[Carried], checkpoint: Path, dtype: str, precision: Mapping[str, str]) -> Carried:
     """Return the recorded reference for a port of a checkpoint. Raises UsageError saying what is there instead."""
     own = any(checkpoint == c.checkpoint for c in carried)
     try:
-        return choose_carried(carried, checkpoint="" if own else checkpoint_digest(checkpoint), dtype=dtype)
+        digest = "" if own else checkpoint_digest(checkpoint)
+        return choose_carried(carried, checkpoint=digest, dtype=dtype, precision=precision)
     except TraceError as error:
         raise UsageError(f"--goldens: {error}") from error
 

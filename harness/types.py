@@ -95,7 +95,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Who runs, and how. `role` is oracle, floor or accel; `options` are the query keys of the SPEC, as strings."""
+    """Who runs, and how. `role` is oracle, floor or accel; `options` are the query keys of the SPEC, as strings.
+
+    `precision` is what the port declares of its numbers beside its dtype (`harness.precision.scheme`): a floor computes
+    so, a port is told what its user declared for it.
+    """
 
     side: str
     role: str
@@ -121,6 +125,7 @@ class Tap:
 class Scope:
     """What a port claims, and what it switched off with the reason. Printed beside every verdict.
 
+    `precision` is what it declares of weights, activations, cache and state beside its dtype (`harness.precision`).
     `precisions` are further ones that the port can run in, beside the declared one, to be judged more sharply there.
     `unobservable` maps a glob of tap names to the reason; `replay` says whether the port goes on with what the recorder
     returns; `off` maps a feature (`image`, `multi_card`, `phases`, `weights`, `chat`, ...) to the reason it is absent.
@@ -135,6 +140,7 @@ class Scope:
     serves: bool = False
     chat: bool = False
     fallbacks: tuple[str, ...] = ()
+    precision: Mapping[str, str] = field(default_factory=dict)
     precisions: tuple[str, ...] = ()
     unobservable: Mapping[str, str] = field(default_factory=dict)
     off: Mapping[str, str] = field(default_factory=dict)

@@ -8,7 +8,7 @@ Every `record(...)` returns what the model must go on with, so that a replay iso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -38,13 +38,19 @@ SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 
 @dataclass(slots=True)
 class Cache:
-    """What one request keeps of each layer: latent keys-values [B, S, R], rotary keys and indexer keys [B, S, K]."""
+    """What one request keeps of each layer: latent keys-values [B, S, R], rotary keys and indexer keys [B, S, K].
+
+    `rounded` gives what is kept of new values, by name, where a port's cache is narrower than its dtype.
+    """
 
     length_tokens: int = 0
     kept: dict[str, Tensor] = field(default_factory=dict)
+    rounded: Callable[[str, Tensor], Tensor] | None = None
 
     def extend(self, name: str, new_BTK: Tensor) -> Tensor:
         """Append the keys of this call; return those of all tokens so far."""
+        if self.rounded is not None:
+            new_BTK = self.rounded(name, new_BTK)
         old = self.kept.get(name)
         self.kept[name] = new_BTK if old is None else torch.cat([old, new_BTK], dim=1)
         return self.kept[name]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.adapter import Inputs, Recorder, TokenIds, Weight
+from harness.adapter import Inputs, Recorder, Rounding, TokenIds, Weight
 from harness.errors import PortError, SpecError, nearest
 from harness.types import Case, Facts, Scope, Setup
 from reference_impl.config import Config, read_config
@@ -48,6 +49,7 @@ class ReferenceAdapter:
         self._lossless: dict[str, bool] = {}
         self._model: Model | None = None
         self._text: TextFrontEnd | None = None
+        self.rounding: Rounding | None = None
 
     # --- Adapter ---
 
@@ -82,11 +84,11 @@ class ReferenceAdapter:
 
     def forward(self, inputs: Inputs, record: Recorder) -> Tensor:
         """Return the logits of a whole prefill."""
-        return self._call(Cache(), inputs, 0, inputs.token_ids.shape[1], inputs.token_ids.shape[1], record)
+        return self._call(self._empty(), inputs, 0, inputs.token_ids.shape[1], inputs.token_ids.shape[1], record)
 
     def generate(self, inputs: Inputs, max_new_tokens: int, record: Recorder) -> TokenIds:
         """Return greedy token ids; the last may be an end-of-sequence id."""
-        cache, start, prompt = Cache(), 0, inputs.token_ids.shape[1]
+        cache, start, prompt = self._empty(), 0, inputs.token_ids.shape[1]
         length = min(prompt + max_new_tokens, self._loaded.config.max_position_embeddings)
         ids, new = inputs.token_ids, TokenIds()
         while prompt + len(new) < length and not (new and new[-1] in self.eos_ids()):
@@ -101,12 +103,22 @@ class ReferenceAdapter:
         """Free weights and slots."""
         self._model, self._slots, self._text = None, {}, None
 
+    # --- Roundable ---
+
+    def round_with(self, rounding: Rounding) -> None:
+        """Compute from now on with rounded weights, inputs of products and caches."""
+        held = dict(self._loaded.weights)
+        for name, weight in held.items():
+            if weight.dim() == 2:
+                held[name] = rounding.weight(name, weight)
+        self._model, self.rounding = Model(self._loaded.config, held), rounding
+
     # --- Phased ---
 
     def open(self) -> int:
         """Take the lowest free slot."""
         slot = next(i for i in range(len(self._slots) + 1) if i not in self._slots)
-        self._slots[slot] = Cache()
+        self._slots[slot] = self._empty()
         return slot
 
     def step(self, slot: int, inputs: Inputs, start: int, stop: int, record: Recorder) -> Tensor:
@@ -146,6 +158,10 @@ class ReferenceAdapter:
 
     # --- inside ---
 
+    def _empty(self) -> Cache:
+        """Return a cache without tokens."""
+        return Cache(rounded=None if self.rounding is None else self.rounding.writer())
+
     @property
     def _loaded(self) -> Model:
         if self._model is None:
@@ -182,7 +198,7 @@ class ReferenceAdapter:
             cache=cache,
             record=record,
         )
-        with torch.no_grad():
+        with torch.no_grad(), self.rounding.inputs() if self.rounding is not None else nullcontext():
             return model.forward(ids[:, start:stop], features, call)
 
     def _token_ids(self, case: Case, config: Config, rows: Sequence[int]) -> TokenIds:

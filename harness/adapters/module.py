@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.adapter import Inputs, Recorder, TokenIds, Weight, silent
+from harness.adapter import Inputs, Recorder, Rounding, TokenIds, Weight, silent
 from harness.adapters.hooks import Float64Islands, Taps
 from harness.adapters.images import Pictures, PixelFormat, find_layout, pictures, pixel_format, placed
 from harness.adapters.scope import CACHES, arguments_of, compile_layers, layers_only, scope_of
@@ -25,6 +25,7 @@ from harness.adapters.structure import discover
 from harness.adapters.text import TextFrontEnd, end_ids
 from harness.cases import read_model_info
 from harness.errors import PortError, SpecError, nearest
+from harness.precision.declare import Rounds, declare
 from harness.types import Case, Facts, Setup
 
 MOST_OF_A_TABLE = 4096
@@ -69,6 +70,7 @@ class ModuleAdapter:
         self._text = TextFrontEnd(checkpoint)
         self._slots: dict[int, Any] = {}
         self.module_paths: dict[str, str] = {}
+        self.rounding: Rounding | None = None
 
     # --- Adapter ---
 
@@ -147,6 +149,12 @@ class ModuleAdapter:
             self._taps.close()
         self._loaded = None
         self._slots.clear()
+
+    def round_with(self, rounding: Rounding) -> None:
+        """Make the loaded module compute as declared (capability `precision`)."""
+        assert isinstance(rounding, Rounds)
+        declare(self._ready().module, rounding)
+        self.rounding = rounding
 
     # --- phases ---
 
@@ -229,6 +237,8 @@ class ModuleAdapter:
             stack.enter_context(torch.no_grad())
             if self.setup.dtype == "float64":
                 stack.enter_context(Float64Islands())
+            if self.rounding is not None:
+                stack.enter_context(self.rounding.inputs())
             if record is not silent:
                 listening = self._taps.listening(record, tokens=stop - start, decisions=self._decisions)
                 stack.enter_context(listening)

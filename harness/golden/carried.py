@@ -1,6 +1,7 @@
 """A reference that travels with its goldens: what a plan needs where it cannot run. Must not know plans.
 
 <goldens>/<base>/reference-<dtype>.json   what the reference said of itself, its setups, digests, who recorded when
+                 reference-<dtype>-<digest>.json, for ports that declare a precision beside their dtype
 <goldens>/<base>/checkpoint/...           the checkpoint's words (config.json, tokenizer): no weights
 <goldens>/<base>/<role>/<run>/...         its traces
 """
@@ -78,7 +79,9 @@ def save_carried(carried: Carried, checkpoint: Path) -> None:
         "files": files,
         **{name: as_json(getattr(carried, name)) for name in ("spec", "described", "setups", "digests", "made")},
     }
-    path = folder / f"reference-{carried.setups['floor'].dtype}.json"
+    floor = carried.setups["floor"]
+    declared = f"-{digest_of(as_json(floor.precision))[:8]}" if floor.precision else ""
+    path = folder / f"reference-{floor.dtype}{declared}.json"
     scrap = folder / f".{path.name}"
     scrap.write_text(json.dumps({**words, "seal": digest_of(words)}, indent=1))
     scrap.replace(path)
@@ -120,8 +123,8 @@ def _load(path: Path) -> Carried:
     return Carried(setups=setups, folder=path.parent, **kept)
 
 
-def choose_carried(carried: Sequence[Carried], *, checkpoint: str, dtype: str) -> Carried:
-    """Return the reference recorded for a port of a precision and of a checkpoint (its digest; empty: any).
+def choose_carried(carried: Sequence[Carried], *, checkpoint: str, dtype: str, precision: Mapping[str, str]) -> Carried:
+    """Return the reference recorded for a port of a dtype and precision, of a checkpoint (its digest; empty: any).
 
     Raises TraceError saying what is there instead.
     """
@@ -139,10 +142,22 @@ def choose_carried(carried: Sequence[Carried], *, checkpoint: str, dtype: str) -
             f"the goldens are for ports in {there}, expected {dtype}; record them with --set accel.dtype={dtype}, or "
             f"declare the port's precision"
         )
+    same = [c for c in exact if dict(c.setups["floor"].precision) == dict(precision)]
+    if not same:
+        there = "; ".join(sorted({_words(c.setups["floor"].precision) for c in exact}))
+        raise TraceError(
+            f"the goldens are for ports that declare {there}, expected {_words(precision)}; record them with the "
+            "port's own [accel.precision], or declare what they were recorded for"
+        )
+    exact = same
     if len(exact) > 1:
         there = ", ".join(sorted(c.spec for c in exact))
         raise TraceError(f"the goldens hold {len(exact)} references ({there}); name one folder for each")
     return exact[0]
+
+
+def _words(precision: Mapping[str, str]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in precision.items()) or "nothing beside the dtype"
 
 
 def _file_digest(path: Path) -> str:

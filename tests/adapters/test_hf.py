@@ -198,6 +198,6 @@ def test_options(opened: Opener) -> None:
     with pytest.raises(SpecError, match="did you mean 'attn'"):
         hf_adapter(folder, setup)
     adapter = opened("llama")
-    assert capabilities(adapter) == ["phases", "weights"]
+    assert capabilities(adapter) == ["phases", "weights", "precision"]
     assert {"image", "chat", "multi_card"} <= set(adapter.scope.off)
     assert not adapter.scope.image

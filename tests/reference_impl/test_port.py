@@ -35,7 +35,7 @@ def test_importing_the_package_is_light():
 
 def test_capabilities_and_scope(port):
     """It claims text, pictures, three phases and its own text front end, on one card."""
-    assert capabilities(port) == ["phases", "weights", "chat"]
+    assert capabilities(port) == ["phases", "weights", "chat", "precision"]
     assert port.scope.image
     assert port.scope.phases == ("prefill", "chunk", "decode")
     assert [str(layout) for layout in port.scope.layouts] == ["single"]
