@@ -1,15 +1,20 @@
-"""Decode stored weights to float32. Knows bits, blocks and scales; must not know names, files or models.
+"""Decode stored small floats to float32. Knows bits, blocks and scales; must not know names, files or models.
 
 Written from the format descriptions, not from any engine's loader, so that an engine and its copy cannot agree on
-a mistake. Everything is computed in float32: a code times a scale is one rounding at most. A scale that does not fit is
-an error, never a guess.
+a mistake. A code times a scale is one float32 rounding at most. A scale that does not fit is an error, never a guess.
+Two bytes at a time are looked up in tables of bfloat16, which holds every value of these formats exactly, strip by
+strip so that a strip stays in the cache until its scales are multiplied in.
 
-Sources: OCP Microscaling Formats (MX) 1.0, sections 5.3 (E2M1, E8M0) and 6.3; the compressed-tensors `pack-quantized`,
+Sources: OCP Microscaling Formats (MX) 1.0, sections 5.3 (E2M1, E8M0) and 6.3; OCP 8-bit floating point 1.0; the FNUZ
+dialect of 8-bit floats (bias one more, no infinities, byte 0x80 the only NaN); the compressed-tensors
 `mxfp4-pack-quantized` and `nvfp4-pack-quantized` layouts; the DeepSeek-V3 `weight_scale_inv` convention; gpt-oss
 `*_blocks` and `*_scales`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,6 +25,14 @@ MX_BLOCK = 32
 NVFP4_BLOCK = 16
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 """Value of each 4-bit code: bit 3 is the sign."""
+_STRIP_ELEMENTS = 1 << 17
+_FLOAT8 = {
+    torch.float8_e4m3fn: (4, 3, 7, "fn"),
+    torch.float8_e5m2: (5, 2, 15, "ieee"),
+    torch.float8_e4m3fnuz: (4, 3, 8, "fnuz"),
+    torch.float8_e5m2fnuz: (5, 2, 16, "fnuz"),
+}
+"""Exponent bits, mantissa bits, bias and dialect of each 8-bit float."""
 
 
 def as_bytes(value: Tensor) -> Tensor:
@@ -29,22 +42,104 @@ def as_bytes(value: Tensor) -> Tensor:
     return value.view(torch.uint8)
 
 
-def decode_e8m0(scale: Tensor) -> Tensor:
-    """Turn E8M0 bytes s into 2^(s - 127), float32; 255 is NaN, 0 is 2^-127 (a denormal of float32)."""
+@cache
+def _e8m0_values() -> Tensor:
     exponent = torch.arange(256, dtype=torch.float64) - 127
     table = torch.pow(torch.tensor(2.0, dtype=torch.float64), exponent).to(torch.float32)
     table[255] = float("nan")
-    return table[as_bytes(scale).long()]
+    return table
+
+
+def decode_e8m0(scale: Tensor) -> Tensor:
+    """Turn E8M0 bytes s into 2^(s - 127), float32; 255 is NaN, 0 is 2^-127 (a denormal of float32)."""
+    codes = as_bytes(scale)
+    return _e8m0_values().index_select(0, codes.flatten().int()).reshape(codes.shape)
+
+
+def float8_value(code: int, dtype: torch.dtype) -> float:
+    """Return the value of one 8-bit float code, worked out from its bits."""
+    exponent_bits, mantissa_bits, bias, dialect = _FLOAT8[dtype]
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+    last = (1 << exponent_bits) - 1
+    if dialect == "fnuz" and code == 0x80:
+        return float("nan")
+    if dialect == "fn" and code & 0x7F == 0x7F:
+        return float("nan")
+    if dialect == "ieee" and exponent == last:
+        return float("nan") if mantissa else sign * float("inf")
+    if exponent == 0:
+        return sign * float(mantissa) * 2.0 ** (1 - bias - mantissa_bits)
+    return sign * float(mantissa + (1 << mantissa_bits)) * 2.0 ** (exponent - bias - mantissa_bits)
+
+
+@cache
+def _pairs_of_float8(dtype: torch.dtype) -> Tensor:
+    """Return for each two bytes, read as a little-endian word, their two values in bfloat16 as one int32."""
+    values = torch.tensor([float8_value(code, dtype) for code in range(256)]).to(torch.bfloat16)
+    words = torch.arange(1 << 16)
+    return torch.stack((values[words & 0xFF], values[words >> 8]), dim=-1).contiguous().view(torch.int32).flatten()
+
+
+@cache
+def _quads_of_e2m1() -> Tensor:
+    """Return for each two bytes, read as a little-endian word, their four values in bfloat16 as one int64."""
+    words, values = torch.arange(1 << 16), E2M1.to(torch.bfloat16)
+    quads = torch.stack([values[(words >> shift) & 0xF] for shift in (0, 4, 8, 12)], dim=-1)
+    return quads.contiguous().view(torch.int64).flatten()
+
+
+def _look_up(raw: Tensor, table: Tensor) -> Tensor:
+    """Look up a flat run of bytes two at a time. Returns bfloat16 values."""
+    if raw.numel() % 2 or raw.storage_offset() % 2:
+        raw = torch.cat((raw, raw.new_zeros(raw.numel() % 2)))
+    words = raw.view(torch.int16).int().bitwise_and_(0xFFFF)
+    return table.index_select(0, words).view(torch.bfloat16)
+
+
+def _rows(value: Tensor) -> Tensor:
+    """Return a tensor as a matrix of its last axis."""
+    last = value.shape[-1] if value.dim() else 1
+    return value.reshape(value.numel() // max(1, last), last)
+
+
+def _by_strips(
+    raw: Tensor, table: Tensor, shape: tuple[int, ...], multiply: Callable[[Tensor, int, int], None], dtype: torch.dtype
+) -> Tensor:
+    """Decode bytes [..., n] to `shape`, letting `multiply(strip, start, stop)` scale rows [start, stop) in place."""
+    result = torch.empty(shape, dtype=dtype)
+    if not result.numel():
+        return result
+    rows, raw = _rows(result), _rows(as_bytes(raw))
+    step = max(1, _STRIP_ELEMENTS // shape[-1])
+    for start in range(0, len(rows), step):
+        strip, codes = rows[start : start + step], raw[start : start + step]
+        strip.copy_(_look_up(codes.flatten(), table)[: strip.numel()].view(strip.shape))
+        multiply(strip, start, start + len(strip))
+    return result
+
+
+def _by_groups(strip: Tensor, scale: Tensor, group: int) -> None:
+    """Multiply, in place, each `group` columns by one factor. strip [R, C], scale [R or 1, ceil(C / group)]."""
+    whole = strip.shape[1] // group
+    if whole:
+        strip[:, : whole * group].view(len(strip), whole, group).mul_(scale[:, :whole, None])
+    if whole * group < strip.shape[1]:
+        strip[:, whole * group :].mul_(scale[:, whole:])
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """Unpack two 4-bit codes a byte, the low nibble first. [..., n] uint8 or int8 -> [..., 2n] float32."""
-    codes = as_bytes(packed)
-    pairs = torch.stack((codes & 0xF, codes >> 4), dim=-1)
-    return E2M1[pairs.flatten(-2).long()]
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1])
+    return _by_strips(packed, _quads_of_e2m1(), shape, lambda strip, start, stop: None, torch.float32)
 
 
-def _expect(shape: tuple[int, ...], found: Tensor, what: str) -> None:
+def expect_shape(shape: tuple[int, ...], found: Tensor, what: str) -> None:
+    """Refuse scales of another shape.
+
+    Raises:
+        CheckpointError: `found` has not that shape.
+    """
     if tuple(found.shape) != shape:
         raise CheckpointError(
             f"expected {what} of shape {list(shape)}, found {list(found.shape)}: the scales do not belong to this "
@@ -52,8 +147,17 @@ def _expect(shape: tuple[int, ...], found: Tensor, what: str) -> None:
         )
 
 
-def _ceil(size: int, block: int) -> int:
+def ceil_div(size: int, block: int) -> int:
+    """Return how many blocks cover `size`; the last may be partial."""
     return -(-size // block)
+
+
+def _float8(weight: Tensor, multiply: Callable[[Tensor, int, int], None]) -> Tensor:
+    if weight.dtype in _FLOAT8:
+        return _by_strips(weight, _pairs_of_float8(weight.dtype), tuple(weight.shape), multiply, torch.float32)
+    result = weight.to(torch.float32)
+    multiply(_rows(result), 0, len(_rows(result)))
+    return result
 
 
 def decode_fp8_block(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
@@ -62,22 +166,46 @@ def decode_fp8_block(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> T
     Shapes: weight [..., O, I], scale [..., ceil(O / block[0]), ceil(I / block[1])] (float, or E8M0 bytes).
     """
     *lead, rows, columns = weight.shape
-    _expect((*lead, _ceil(rows, block[0]), _ceil(columns, block[1])), scale, f"block scales {block[0]}x{block[1]}")
-    grid = decode_e8m0(scale) if scale.element_size() == 1 else scale.to(torch.float32)
-    grid = grid.repeat_interleave(block[0], dim=-2)[..., :rows, :]
-    grid = grid.repeat_interleave(block[1], dim=-1)[..., :columns]
-    return weight.to(torch.float32) * grid
+    high, wide = ceil_div(rows, block[0]), ceil_div(columns, block[1])
+    expect_shape((*lead, high, wide), scale, f"block scales {block[0]}x{block[1]}")
+    grid = _rows(decode_e8m0(scale) if scale.element_size() == 1 else scale.to(torch.float32))
+
+    def multiply(strip: Tensor, start: int, stop: int) -> None:
+        while start < stop:
+            matrix, row = divmod(start, rows)
+            until = min(stop, matrix * rows + min(rows, (row // block[0] + 1) * block[0]))
+            at = matrix * high + row // block[0]
+            _by_groups(strip[: until - start], grid[at : at + 1], block[1])
+            strip, start = strip[until - start :], until
+
+    return _float8(weight, _by_rows(grid, block[1]) if block[0] == 1 else multiply)
+
+
+def _by_rows(scale: Tensor, group: int) -> Callable[[Tensor, int, int], None]:
+    """Return what multiplies a strip by row-wise scales [rows, groups]."""
+    return lambda strip, start, stop: _by_groups(strip, scale[start:stop], group)
+
+
+def _times(strip: Tensor, factor: Tensor) -> None:
+    strip.mul_(factor)
 
 
 def decode_fp8_channel(weight: Tensor, scale: Tensor) -> Tensor:
-    """Multiply an FP8 tensor by one scale, or by one scale for each row. scale [], [1], [O] or [..., O, 1]."""
+    """Multiply an FP8 tensor by one scale, by one for each row, or by one for each matrix of a stack.
+
+    Shapes: weight [..., O, I]; scale [], [1], [..., O], [..., O, 1], or [...] and [..., 1, 1] for a stack of matrices.
+    """
     scale = scale.to(torch.float32)
     if scale.numel() == 1:
-        return weight.to(torch.float32) * scale.reshape(())
-    if scale.dim() == weight.dim() - 1:
+        return _float8(weight, lambda strip, start, stop: _times(strip, scale.reshape(())))
+    if weight.dim() >= 3 and tuple(scale.shape) == tuple(weight.shape[:-2]):
+        scale = scale[..., None, None]
+    elif scale.dim() == weight.dim() - 1:
         scale = scale.unsqueeze(-1)
-    _expect((*weight.shape[:-1], 1), scale, "one scale for each row")
-    return weight.to(torch.float32) * scale
+    if weight.dim() < 3 or tuple(scale.shape) != (*weight.shape[:-2], 1, 1):
+        expect_shape((*weight.shape[:-1], 1), scale, "one scale for each row")
+    by_row = scale.expand(*weight.shape[:-1], 1).reshape(-1, 1)
+    return _float8(weight, lambda strip, start, stop: _times(strip, by_row[start:stop]))
 
 
 def decode_mxfp8(weight: Tensor, scale: Tensor) -> Tensor:
@@ -85,15 +213,16 @@ def decode_mxfp8(weight: Tensor, scale: Tensor) -> Tensor:
     return decode_fp8_block(weight, as_bytes(scale), (1, MX_BLOCK))
 
 
-def decode_mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Decode E2M1 codes with one E8M0 scale for each 32 along the input.
+def decode_mxfp4(packed: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Decode E2M1 codes with one E8M0 scale for each 32 along the input; bfloat16 holds the values exactly too.
 
     Shapes: packed [..., O, I / 2] bytes, scale [..., O, I / 32] bytes -> [..., O, I].
     """
-    values = unpack_e2m1(packed)
-    *lead, columns = values.shape
-    _expect((*lead, _ceil(columns, MX_BLOCK)), scale, "one scale byte for each 32 elements")
-    return values * decode_e8m0(scale).repeat_interleave(MX_BLOCK, dim=-1)[..., :columns]
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1])
+    blocks = ceil_div(shape[-1], MX_BLOCK)
+    expect_shape((*shape[:-1], blocks), scale, "one scale byte for each 32 elements")
+    factors = _rows(decode_e8m0(scale)).to(dtype)
+    return _by_strips(packed, _quads_of_e2m1(), shape, _by_rows(factors, MX_BLOCK), dtype)
 
 
 def decode_mxfp4_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -109,37 +238,11 @@ def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, *, divisor
     Shapes: packed [..., O, I / 2] bytes, scale [..., O, I / 16] F8_E4M3, global_scale of one element, or one a matrix.
     `divisor`: compressed-tensors divides by the global scale, ModelOpt multiplies with it.
     """
-    values = unpack_e2m1(packed)
-    *lead, columns = values.shape
-    _expect((*lead, _ceil(columns, NVFP4_BLOCK)), scale, "one FP8 scale for each 16 elements")
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1])
+    blocks = ceil_div(shape[-1], NVFP4_BLOCK)
+    expect_shape((*shape[:-1], blocks), scale, "one FP8 scale for each 16 elements")
     overall = global_scale.to(torch.float32)
-    overall = overall.reshape(()) if overall.numel() == 1 else overall.reshape(*values.shape[:-2], 1, 1)
+    overall = overall.reshape(()) if overall.numel() == 1 else overall.reshape(*shape[:-2], 1, 1)
     local = scale.to(torch.float32)
-    local = local / overall if divisor else local * overall
-    return values * local.repeat_interleave(NVFP4_BLOCK, dim=-1)[..., :columns]
-
-
-def decode_int4_packed(
-    packed: Tensor, scale: Tensor, shape: tuple[int, int], *, group: int | None, zero_point: Tensor | None = None
-) -> Tensor:
-    """Decode eight 4-bit integers a word, element j at bits 4j, stored as q + 8 (`pack-quantized`).
-
-    Shapes: packed [O, ceil(I / 8)] int32, scale [O, groups], zero_point [ceil(O / 8), groups] int32 packed by rows.
-    `shape` is [O, I] as stored beside it; `group` the configured size, or None for one scale a row.
-    """
-    rows, columns = shape
-    _expect((rows, _ceil(columns, 8)), packed, "packed words of eight elements")
-    group = group if group is not None else columns
-    _expect((rows, _ceil(columns, group)), scale, f"scales for groups of {group}")
-    q = _nibbles(packed)[:, :columns] - 8
-    if zero_point is not None:
-        _expect((_ceil(rows, 8), scale.shape[1]), zero_point, "packed zero points")
-        zero = _nibbles(zero_point.t().contiguous())[:, :rows].t() - 8
-        q = q - zero.repeat_interleave(group, dim=1)[:, :columns]
-    return q.to(torch.float32) * scale.to(torch.float32).repeat_interleave(group, dim=1)[:, :columns]
-
-
-def _nibbles(words: Tensor) -> Tensor:
-    """Return the eight unsigned nibbles of each 32-bit word, lowest first. [R, n] -> [R, 8n] int32."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & 0xF).flatten(-2)
+    local = _rows(local / overall if divisor else local * overall)
+    return _by_strips(packed, _quads_of_e2m1(), shape, _by_rows(local, NVFP4_BLOCK), torch.float32)

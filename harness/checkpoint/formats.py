@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.checkpoint import decoders as dec
+from harness.checkpoint import integers
 from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.header import Problem, TensorRef
 from harness.errors import CheckpointError
@@ -124,7 +125,7 @@ def decode_parts(logical: Logical, part: Mapping[str, Tensor], *, widen: bool = 
     if logical.format in ("nvfp4_multiplier", "nvfp4_divisor"):
         return dec.decode_nvfp4(weight, scale, part["global"], divisor=logical.format == "nvfp4_divisor")
     shape = part["shape"].tolist()
-    return dec.decode_int4_packed(
+    return integers.decode_int4_packed(
         weight, scale, (int(shape[0]), int(shape[1])), group=options["group"], zero_point=part.get("zero")
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import slow_decoders as slow
 import torch
 
 from harness.checkpoint import decoders as dec
@@ -112,27 +113,113 @@ def test_nvfp4_multiplies_or_divides():
     assert divided.tolist() == [[0.5] * 16 + [0.125] * 8]
 
 
-def test_int4_packed():
-    """Element j of a word is at bits 4j and stored as q + 8; the last word and the last group are partial."""
-    q = (torch.arange(2 * 20).reshape(2, 20) * 7) % 16 - 8
-    words = torch.zeros(2, 3, dtype=torch.int64)
-    for row in range(2):
-        for column in range(20):
-            words[row, column // 8] |= (int(q[row, column]) + 8) << (4 * (column % 8))
-    packed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    scale = torch.tensor([[0.5, 3.0, 0.25], [2.0, 1.0, 0.125]]).to(torch.bfloat16)
-    value = dec.decode_int4_packed(packed, scale, (2, 20), group=8)
-    expected = q * scale.to(torch.float32).repeat_interleave(8, dim=1)[:, :20]
-    assert torch.equal(value, expected)
-    with pytest.raises(CheckpointError, match="groups of 4"):
-        dec.decode_int4_packed(packed, scale, (2, 20), group=4)
+def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Say whether two float32 tensors are equal bit for bit, any NaN like any other."""
+    a, b = actual.nan_to_num(12345.0, math.inf, -math.inf), expected.nan_to_num(12345.0, math.inf, -math.inf)
+    return a.dtype == b.dtype and torch.equal(a, b) and torch.equal(torch.signbit(a), torch.signbit(b))
 
 
-def test_int4_zero_points():
-    """A packed zero point is taken from the codes before they are scaled: (q - z) s."""
-    q, zero = torch.tensor([[3, -8, 7, 0]]), -2
-    word = sum((int(v) + 8) << (4 * j) for j, v in enumerate(q[0]))
-    packed = torch.tensor([[word]], dtype=torch.int32)
-    point = torch.tensor([[zero + 8]], dtype=torch.int32)
-    value = dec.decode_int4_packed(packed, torch.tensor([[0.5]]), (1, 4), group=None, zero_point=point)
-    assert value.tolist() == [[2.5, -3.0, 4.5, 1.0]]
+EIGHT_BIT = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BIT)
+def test_every_code_of_every_8_bit_float(dtype):
+    """All 256 codes of each dialect, worked out from their bits, are what torch makes of them; FNUZ has one NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).reshape(1, 256)
+    value = dec.decode_fp8_channel(codes.view(dtype), torch.tensor(1.0))
+    assert same(value, codes.view(dtype).to(torch.float32))
+    if "fnuz" in str(dtype):
+        assert torch.nonzero(value.isnan()).tolist() == [[0, 128]]
+
+
+def test_every_code_and_every_scale_byte_of_mxfp4():
+    """256 scale bytes times 16 codes are what the formula gives, in float32 and in bfloat16, both nibbles."""
+    packed = torch.tensor([c | ((15 - c) << 4) for c in range(16)], dtype=torch.uint8).expand(256, 16).contiguous()
+    scale = torch.arange(256, dtype=torch.uint8).reshape(256, 1)
+    expected = slow.mxfp4(packed, scale)
+    assert same(dec.decode_mxfp4(packed, scale), expected)
+    assert same(dec.decode_mxfp4(packed, scale, dtype=torch.bfloat16).to(torch.float32), expected)
+
+
+@pytest.mark.parametrize(("rows", "half"), [(3, 16), (5, 23), (1, 1), (2, 33), (0, 16), (3, 0)])
+def test_mxfp4_of_odd_shapes(rows, half):
+    """Widths that are no whole number of blocks, odd numbers of bytes and empty weights decode as the formula says."""
+    draw = torch.Generator().manual_seed(rows + half)
+    packed = torch.randint(0, 256, (rows, half), generator=draw, dtype=torch.uint8)
+    scale = torch.randint(100, 150, (rows, -(-2 * half // 32)), generator=draw, dtype=torch.uint8)
+    assert same(dec.decode_mxfp4(packed, scale), slow.mxfp4(packed, scale))
+
+
+def test_a_slice_at_an_odd_byte_decodes():
+    """Bytes that start at an odd place of their buffer decode like a copy of them."""
+    draw = torch.Generator().manual_seed(7)
+    packed = torch.randint(0, 256, (97,), generator=draw, dtype=torch.uint8)[1:].reshape(3, 32)
+    scale = torch.full((3, 2), 130, dtype=torch.uint8)
+    assert same(dec.decode_mxfp4(packed, scale), slow.mxfp4(packed, scale))
+
+
+@pytest.mark.parametrize("strip", [1, 7, 40, 1 << 17])
+@pytest.mark.parametrize("dtype", EIGHT_BIT)
+def test_blocks_do_not_depend_on_strips(monkeypatch, strip, dtype):
+    """Block scales of a stack of matrices are right however many rows are decoded at once; edge blocks are partial."""
+    monkeypatch.setattr(dec, "_STRIP_ELEMENTS", strip)
+    draw = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 256, (2, 7, 11), generator=draw, dtype=torch.uint8).view(dtype)
+    scale = torch.randn(2, 3, 3, generator=draw)
+    value = dec.decode_fp8_block(codes, scale, (3, 4))
+    for matrix in range(2):
+        assert same(value[matrix], slow.blocks(codes[matrix].to(torch.float32), scale[matrix], (3, 4)))
+
+
+def test_half_precision_and_byte_scales_of_blocks():
+    """Scales in bfloat16 and as E8M0 bytes multiply as the numbers that they stand for."""
+    codes = torch.arange(35, dtype=torch.uint8).reshape(5, 7).view(torch.float8_e4m3fn)
+    grid = torch.tensor([[1.5, 0.25], [3.0, 7.0], [0.5, 0.125]])
+    expected = slow.blocks(codes.to(torch.float32), grid, (2, 4))
+    assert same(dec.decode_fp8_block(codes, grid.to(torch.bfloat16), (2, 4)), expected)
+    bytes_ = torch.tensor([[127, 128], [120, 255], [0, 254]], dtype=torch.uint8)
+    meant = torch.tensor([[slow.e8m0(int(b)) for b in row] for row in bytes_])
+    value = dec.decode_fp8_block(codes, bytes_.view(torch.float8_e8m0fnu), (2, 4))
+    assert same(value, slow.blocks(codes.to(torch.float32), meant, (2, 4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1)])
+def test_fnuz_with_scales_of_tensor_and_channel(dtype, shape):
+    """The FNUZ dialects take one scale, or one a row, like the others."""
+    codes = torch.arange(15, dtype=torch.uint8).reshape(3, 5).view(dtype)
+    scale = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
+    by_row = scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(1, 1)
+    expected = slow.blocks(codes.to(torch.float32), by_row, (1 if scale.numel() > 1 else 3, 5))
+    assert same(dec.decode_fp8_channel(codes, scale), expected)
+
+
+def test_a_stack_takes_one_scale_a_matrix():
+    """[E, O, I] with scales [E] or [E, 1, 1] has one scale for each matrix; [E] is not one for each row of a matrix."""
+    codes = torch.full((2, 3, 4), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for shape in ((2,), (2, 1, 1)):
+        value = dec.decode_fp8_channel(codes, torch.tensor([2.0, 3.0]).reshape(shape))
+        assert value[:, 2, 3].tolist() == [2.0, 3.0]
+    with pytest.raises(CheckpointError):
+        dec.decode_fp8_channel(codes, torch.ones(3))
+
+
+@pytest.mark.parametrize("divisor", [True, False])
+def test_nvfp4_against_the_formula(divisor):
+    """Every scale code and a width of one and a half blocks: scales are multiplied first, then the codes."""
+    draw = torch.Generator().manual_seed(4)
+    packed = torch.randint(0, 256, (64, 12), generator=draw, dtype=torch.uint8)
+    scale = (torch.arange(128, dtype=torch.uint8) % 127).reshape(64, 2).view(torch.float8_e4m3fn)
+    value = dec.decode_nvfp4(packed, scale, torch.tensor([0.37]), divisor=divisor)
+    overall = float(torch.tensor(0.37))
+    assert same(value, slow.nvfp4(packed, scale, overall, divisor=divisor))
+
+
+def test_gpt_oss_blocks_as_transformers_loads_them():
+    """The gpt-oss layout decodes to what transformers makes of it, which holds it as [E, in, out]."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    draw = torch.Generator().manual_seed(6)
+    blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=draw, dtype=torch.uint8)
+    scales = torch.randint(110, 140, (2, 6, 3), generator=draw, dtype=torch.uint8)
+    theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert same(dec.decode_mxfp4_blocks(blocks, scales), theirs.transpose(1, 2).contiguous())
