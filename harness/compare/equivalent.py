@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ FACTOR, LEFT, ONE = 1.1, 0.05, 0.01
 """A moved factor is at least so far from 1, leaves at most so much of the error, and meets its inverse so well."""
 
 
-def in_one_order(scene: Scene, views: Views) -> Views:
+def in_one_order(scene: Scene, views: Views, floors: Sequence[Trace]) -> Views:
     """Return values that belong to choices (routing weights, [T, K]) sorted by the choice, on every side by its own.
 
-    In which order a router hands on what it chose decides nothing, as long as its weights come in the same.
+    In which order a router hands on what it chose decides nothing, as long as its weights come in the same. `floors`
+    are the traces that the floors of the views come from.
     """
     name = _told(scene, views)
     if name is None:
@@ -29,12 +30,11 @@ def in_one_order(scene: Scene, views: Views) -> Views:
     mine, theirs = _ids(scene.accel, name), _ids(scene.oracle, name)
     if mine is None or theirs is None or torch.equal(mine, theirs):
         return views
-    floors = [f for f in scene.floors if views.tap.name in f.tensors]
     return Views(
         tap=views.tap,
         oracle=_sorted(views.oracle, theirs),
         floors=[
-            _sorted(v, ids) for v, f in zip(views.floors, floors, strict=False) if (ids := _ids(f, name)) is not None
+            _sorted(v, ids) for v, f in zip(views.floors, floors, strict=True) if (ids := _ids(f, name)) is not None
         ],
         accel=_sorted(views.accel, mine),
     )

@@ -5,22 +5,22 @@ What counts is how far a slope lies beyond its own confidence interval and beyon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.metrics.real import is_narrow
-from harness.metrics.slopes import Products, Slopes, group_slopes, inner_products, joint_slopes
+from harness.compare.sides import Sides
+from harness.compare.values import span_of
+from harness.metrics.slopes import Products, Slopes, group_slopes, joint_slopes
 from harness.taps import part_step
 from harness.types import Trace
 
 FEWEST_TOKENS = 8
 """Tokens below which clusters say nothing of a slope's error."""
-GROUPS = 8
-"""Groups of consecutive channels where heads are not known."""
 TESTS = 4096
 """Slopes of one run that are looked at, in order of magnitude (taps times slices): intervals allow for all of them."""
 
@@ -37,68 +37,45 @@ class Slope:
     n: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sides:
-    """One tap as rows on the tokens that are compared: actual, expected [T, E]; floors; weight [T]."""
-
-    actual: Tensor
-    expected: Tensor
-    floors: Sequence[Tensor]
-    weight: Tensor
-
-
-def slopes_of(sides: Sides, *, heads: int, rows: Tensor, buckets: int) -> list[Slope]:
-    """Return the worst slope of the whole, of heads (or channel groups) and of stretches of positions.
-
-    `heads` is 0 where the channels are not those of heads; `rows` [T] holds the token index of each row.
-    """
+def slopes_of(sides: Sides, *, buckets: int) -> list[Slope]:
+    """Return the worst slope of the whole, of heads (or channel groups) and of stretches of positions."""
     tokens, width = sides.expected.shape
     if tokens < FEWEST_TOKENS:
         return []
-    groups = heads or (GROUPS if width % GROUPS == 0 else 1)
-    products = _products(sides, groups)
+    products = Products(error=sides.errors.product, signal=sides.errors.signal)
     whole = products.whole()
-    kinds: list[tuple[str, Sequence[Any], Products]] = [("whole", [None], whole)]
-    if groups > 1:
-        size = width // groups
-        at = range(groups) if heads else [f"{i * size}-{(i + 1) * size - 1}" for i in range(groups)]
-        kinds.append(("head" if heads else "channels", at, products))
+    kinds = [("whole", whole)]
+    if sides.groups > 1:
+        kinds.append(("head" if sides.by_head else "channels", products))
     count = min(buckets, tokens // FEWEST_TOKENS)
     if count > 1:
-        which = torch.arange(tokens) * count // tokens
-        inside = [rows[which == i] for i in range(count)]
-        places = [f"{int(r.min())}-{int(r.max())}" for r in inside]
-        kinds.append(("position", places, whole.stretches(count)))
+        kinds.append(("position", whole.stretches(count)))
     together = Products(
-        error=torch.cat([p.error for _, _, p in kinds], dim=-1),
-        signal=torch.cat([p.signal for _, _, p in kinds], dim=-1),
+        error=torch.cat([p.error for _, p in kinds], dim=-1), signal=torch.cat([p.signal for _, p in kinds], dim=-1)
     )
-    return _worst([(kind, at) for kind, at, _ in kinds], group_slopes(together, weight=sides.weight))
+    size = width // sides.groups
 
+    def at(kind: str, place: int) -> Any:
+        if kind == "channels":
+            return f"{place * size}-{(place + 1) * size - 1}"
+        return {"whole": None, "head": place}.get(kind) if kind != "position" else span_of(sides.rows, count, place)
 
-def _products(sides: Sides, groups: int) -> Products:
-    """Return the inner products of all sides, the accel first; the signal's are made once."""
-    narrow, signal, errors = is_narrow(sides.expected), None, []
-    for actual in (sides.actual, *sides.floors):
-        found = inner_products(
-            actual=actual, expected=sides.expected, groups=groups, signal=signal, narrow=narrow
-        )  # fmt: skip
-        signal = found.signal
-        errors.append(found.error)
-    assert signal is not None
-    return Products(error=torch.stack(errors), signal=signal)
+    found = group_slopes(together, weight=sides.floor.weight)
+    return _worst([(kind, p.signal.shape[1]) for kind, p in kinds], found, at)
 
 
 def expert_slopes(sides: Sides, *, parts: Tensor, owner: Tensor) -> list[Slope]:
-    """Return the worst slope of an expert's share. Shapes: parts [T, K, E'], owner [T, K], on the compared tokens."""
-    step = part_step(sides.expected.shape[-1])
+    """Return the worst slope of an expert's share. Shapes: parts [N, K, E'], owner [N, K] of all N tokens."""
     owners = int(owner.max()) + 1 if owner.numel() else 0
     if not owners:
         return []
-    kept = sides.expected[:, ::step].to(torch.float64)
-    errors = torch.stack([a[:, ::step].to(torch.float64) - kept for a in (sides.actual, *sides.floors)])
-    slopes = joint_slopes(error=errors, parts=parts, owner=owner, weight=sides.weight, owners=owners)
-    return _worst([("expert", range(owners))], slopes)
+    if len(sides.rows) < len(parts):
+        parts, owner = parts[sides.rows], owner[sides.rows]
+    step = part_step(sides.expected.shape[-1])
+    errors = torch.stack([a[:, ::step] - sides.expected[:, ::step] for a in (sides.actual, *sides.floors)])
+    errors = errors.to(torch.float32 if sides.errors.narrow else torch.float64)
+    slopes = joint_slopes(error=errors, parts=parts, owner=owner, weight=sides.floor.weight, owners=owners)
+    return _worst([("expert", owners)], slopes, lambda _, place: place)
 
 
 def parts_of(oracle: Trace, tap: str) -> tuple[Tensor, Tensor] | None:
@@ -109,30 +86,27 @@ def parts_of(oracle: Trace, tap: str) -> tuple[Tensor, Tensor] | None:
     return parts.reshape(-1, *parts.shape[-2:]), owner.reshape(-1, owner.shape[-1])
 
 
-def _worst(kinds: Sequence[tuple[str, Sequence[Any]]], slopes: Slopes) -> list[Slope]:
+def _worst(kinds: Sequence[tuple[str, int]], slopes: Slopes, at: Callable[[str, int], Any]) -> list[Slope]:
     """Return for each kind of slice the slope furthest beyond its interval (NaN first), none where none can be told.
 
-    The columns of `slopes` are the slices of all kinds, one kind after the other; its rows are the accel, then floors.
+    The columns of `slopes` are the slices of all kinds (kind, how many), one kind after the other; its rows are the
+    port, then floors. `at` names a slice by its kind and number.
     """
     mine = Slopes(value=slopes.value[0], error=slopes.error[0], samples=slopes.samples)
     honest = torch.cat([torch.zeros_like(slopes.value[:1]), slopes.value[1:].abs()]).amax(dim=0)
     known = torch.isfinite(mine.error) | torch.isnan(mine.value)
     beyond = torch.where(known, mine.beyond(honest=honest, tests=TESTS), 0.0)
     size = mine.value.abs() * known
+    columns = zip(*(t.tolist() for t in (known, beyond, size, mine.value, mine.error, mine.samples)), strict=True)
+    told = list(columns)
     found, start = [], 0
-    for kind, at in kinds:
-        inside = slice(start, start + len(at))
-        start += len(at)
-        if not bool(known[inside].any()):
+    for kind, count in kinds:
+        inside = told[start : start + count]
+        start += count
+        if not any(row[0] for row in inside):
             continue
-        place = int(beyond[inside].argmax())  # a NaN is the largest
-        if float(beyond[inside][place]) == 0.0:
-            place = int(size[inside].argmax())
-        column = inside.start + place
-        found.append(
-            Slope(
-                slice=kind, at=at[place], beyond=float(beyond[column]), value=float(mine.value[column]),
-                error=float(mine.error[column]), n=int(mine.samples[column]),
-            )
-        )  # fmt: skip
+        # a NaN is the largest; where nothing lies beyond its interval, the largest slope stands for its kind
+        place = max(range(count), key=lambda i: (math.isnan(inside[i][1]), inside[i][1], inside[i][2]))
+        _, further, _, value, error, samples = inside[place]
+        found.append(Slope(slice=kind, at=at(kind, place), beyond=further, value=value, error=error, n=samples))
     return found

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from harness.metrics.names import METRICS
-from harness.taps import level_of
+from harness.taps import DECISION_KINDS, EXACT_KINDS, level_of
 from harness.types import Layout, Measurement, Run, Tap, Trace
 
 
@@ -88,3 +88,36 @@ def measured(
         where=place,
         detail=detail or {},
     )
+
+
+def number(scene: Scene, tap: Tap, metric: str, value: float, n: int, **where: object) -> Measurement:
+    """Return a number measured of one tap of a scene's run."""
+    return measured(
+        scene.stage, scene.run, metric, value, subject=tap.name, order=scene.order[tap.name], n=n, kind=tap.kind,
+        where=where,
+    )  # fmt: skip
+
+
+def problem(scene: Scene, tap: Tap, kind: str, message: str) -> Measurement:
+    """Return what stands for a tap that was promised and could not be measured."""
+    return measured(
+        scene.stage, scene.run, promised(scene.run, tap), None, subject=tap.name, order=scene.order[tap.name],
+        kind=tap.kind, problem=kind, detail={"message": message},
+    )  # fmt: skip
+
+
+def shapes_differ(scene: Scene, tap: Tap) -> Measurement:
+    """Return the problem of a tap whose tensor has another shape than the reference's."""
+    found, expected = (tuple(side.tensors[tap.name].shape) for side in (scene.accel, scene.oracle))
+    return problem(scene, tap, "error", f"expected the shape {expected} of the reference, found {found}")
+
+
+def promised(run: Run, tap: Tap) -> str:
+    """Return the metric that a tap's comparison would have led to."""
+    if tap.kind in EXACT_KINDS:
+        return "exact_mismatches"
+    if tap.kind in DECISION_KINDS:
+        return "decision_margin_z" if run.level else "agreeing_share"
+    if run.level:
+        return "error_ratio"
+    return "logits_kl_ratio" if tap.kind == "logits" else "accumulated_ratio"

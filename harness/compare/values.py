@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.metrics.real import Squares, error_sums, is_narrow
+from harness.metrics.real import Errors
 
 SMALLEST_SLICE = 16
 """Elements below which a slice is not looked at. Source: honest single decode steps and tiny slices reach 2."""
@@ -47,48 +47,53 @@ class Floor:
     whole: float
 
 
-def floor_of(*, floors: Sequence[Tensor], expected: Tensor, dtype: torch.dtype) -> Floor:
-    """Return the floor of a tap [T, E]; that of a token is never below the tap's relative floor times its norm."""
-    least = (WIDE_HALF_ULPS if dtype in (torch.float32, torch.float64) else HALF_ULPS) ** 2
-    narrow = is_narrow(expected)
-    rounding = Squares(expected=expected, dtype=dtype, narrow=narrow)
-    errors = [Squares(actual=f, expected=expected, narrow=narrow) for f in floors]
-    tokens = torch.stack([least * rounding.token(), *(e.token() for e in errors)])
-    signal = Squares(expected=expected, narrow=narrow).token()
+def floor_of(errors: Errors, *, least: float) -> tuple[Floor, Tensor]:
+    """Return the floor of a tap, and the port's sums of squares by channel [E], weighted as the floor's are.
+
+    The floor of a token is never below the tap's relative floor times its norm. The first side of `errors` is the port,
+    further ones are floors; `least` is in squared roundings (`least_of`).
+    """
+    tokens = torch.cat([least * errors.rounding[None], errors.error[1:]])
+    signal = errors.power
     whole, power = float(tokens.sum(dim=1).max()), float(signal.sum())
     relative = whole / power if power else 0.0
     token = torch.maximum(tokens.amax(dim=0), relative * signal)
     token = token.clamp(min=EXPECTED_SHARE**2 * float(token.mean()))
     weight = torch.where(token > 0, 1 / token, torch.zeros_like(token))
-    channels = torch.stack([least * rounding.channel(weight), *(e.channel(weight) for e in errors)])
-    channel = channels.amax(dim=0)
+    columns = errors.columns(weight)
+    channel = torch.cat([columns[1:-1], least * columns[-1:]]).amax(dim=0)
     channel = channel.clamp(min=EXPECTED_SHARE**2 * float(channel.mean()))
-    return Floor(token=token, channel=channel, weight=weight, whole=whole)
+    return Floor(token=token, channel=channel, weight=weight, whole=whole), columns[0]
+
+
+def least_of(dtype: torch.dtype) -> float:
+    """Return the squared roundings that a floor is never below in a port's precision."""
+    return (WIDE_HALF_ULPS if dtype in (torch.float32, torch.float64) else HALF_ULPS) ** 2
 
 
 def error_ratios(
-    *, actual: Tensor, expected: Tensor, floor: Floor, heads: int, tokens: bool, rows: Tensor, buckets: int
+    *, token: Tensor, channel: Tensor, floor: Floor, heads: int, tokens: bool, rows: Tensor, buckets: int
 ) -> list[Ratio]:
     """Return the worst ratio of every kind of slice that is large enough.
 
     R = ||accel - oracle|| / floor, by token; that of the whole, and of a stretch of positions, is the mean over tokens,
     so that one outlier neither hides nor fakes the rest.
-    Shapes: actual, expected [T, E]; rows [T] holds the token index of each row.
+    Shapes: token [T] and channel [E] hold the port's squared errors, the latter weighted as the floor's; rows [T] the
+    token index of each row.
     """
-    error = error_sums(actual=actual, expected=expected, weight=floor.weight)
-    count, width = expected.shape
+    count, width = len(token), len(channel)
     if not tokens:
-        return [Ratio(slice="whole", value=_ratio(error.whole, floor.whole), n=count * width)]
-    by_token = _ratios(error.token, floor.token)
+        return [Ratio(slice="whole", value=_ratio(float(token.sum()), floor.whole), n=count * width)]
+    by_token = _ratios(token, floor.token)
     ratios = [Ratio(slice="whole", value=float(by_token.mean()), n=count * width)]
     if width >= SMALLEST_SLICE:
         ratios.append(_worst("token", by_token, width, rows))
     ratios += _positions(by_token, width, rows, buckets)
     if heads > 1 and count * (width // heads) >= SMALLEST_SLICE:
-        by_head = _ratios(error.by_head(heads), floor.channel.reshape(heads, -1).sum(dim=1))
-        ratios.append(_worst("head", by_head, count * (width // heads), torch.arange(heads)))
+        by_head = _ratios(channel.reshape(heads, -1).sum(dim=1), floor.channel.reshape(heads, -1).sum(dim=1))
+        ratios.append(_worst("head", by_head, count * (width // heads)))
     if count >= SMALLEST_SLICE:
-        ratios.append(_worst("channel", _ratios(error.channel, floor.channel), count, torch.arange(width)))
+        ratios.append(_worst("channel", _ratios(channel, floor.channel), count))
     return ratios
 
 
@@ -102,13 +107,23 @@ def _positions(token_ratio: Tensor, width: int, rows: Tensor, buckets: int) -> l
     buckets = min(buckets, count, count * width // SMALLEST_SLICE)
     if buckets < 2:
         return []
-    which = torch.arange(count) * buckets // count
-    size = torch.bincount(which, minlength=buckets)
+    which, size = _stretches(count, buckets)
     mean = torch.zeros(buckets, dtype=torch.float64).index_add_(0, which, token_ratio) / size
     place = int(mean.argmax())
-    inside = rows[which == place]
-    at = f"{int(inside.min())}-{int(inside.max())}"
+    at = span_of(rows, buckets, place)
     return [Ratio(slice="position", value=float(mean[place]), n=int(size.min()) * width, at=at)]
+
+
+@lru_cache(maxsize=64)
+def _stretches(count: int, buckets: int) -> tuple[Tensor, Tensor]:
+    which = torch.arange(count) * buckets // count
+    return which, torch.bincount(which, minlength=buckets)
+
+
+def span_of(rows: Tensor, buckets: int, place: int) -> str:
+    """Return the first and the last token of one of so many stretches of equally many rows; `rows` [T] ascend."""
+    first, behind = (-(-i * len(rows) // buckets) for i in (place, place + 1))
+    return f"{int(rows[first])}-{int(rows[behind - 1])}"
 
 
 def _ratios(error: Tensor, floor: Tensor) -> Tensor:
@@ -117,10 +132,10 @@ def _ratios(error: Tensor, floor: Tensor) -> Tensor:
     return torch.where(torch.isnan(floor), torch.nan, ratio)
 
 
-def _worst(name: str, ratio: Tensor, n: int, index: Tensor) -> Ratio:
-    """Return the largest ratio; a NaN anywhere is the largest."""
+def _worst(name: str, ratio: Tensor, n: int, index: Tensor | None = None) -> Ratio:
+    """Return the largest ratio and its place (its entry of `index`); a NaN anywhere is the largest."""
     place = int(ratio.argmax())
-    return Ratio(slice=name, value=float(ratio[place]), n=n, at=int(index[place]))
+    return Ratio(slice=name, value=float(ratio[place]), n=n, at=place if index is None else int(index[place]))
 
 
 def _ratio(error: float, floor: float) -> float:
@@ -129,9 +144,8 @@ def _ratio(error: float, floor: float) -> float:
     return float((torch.tensor(error, dtype=torch.float64) / torch.tensor(floor, dtype=torch.float64)).sqrt())
 
 
-def median_ratio(*, actual: Tensor, expected: Tensor, floor: Floor) -> float:
-    """Return the ratio of median token errors, accel over floor: the loose measure of a free run. Shapes: [T, E]."""
-    error = Squares(actual=actual, expected=expected).token()
-    if torch.isnan(error).any():
+def median_ratio(*, token: Tensor, floor: Floor) -> float:
+    """Return the ratio of median token errors, accel over floor: the loose measure of a free run. Shapes: token [T]."""
+    if torch.isnan(token).any():
         return float("nan")
-    return _ratio(float(error.quantile(0.5)), float(floor.token.quantile(0.5)))
+    return _ratio(float(token.quantile(0.5)), float(floor.token.quantile(0.5)))

@@ -1,112 +1,123 @@
 """Real-valued metrics. Knows tensors only, propagates NaN; must not know taps or limits.
 
-Sums are accumulated in float64. Squares of float32 and narrower values are made, and added up within a row, in float32
-where nothing can be lost that matters: a difference of two such values is then right to 6e-8 of itself.
+Sums are accumulated in float64. Squares are made, and added up within a row or a column of a block, in float32 where
+nothing can be lost that matters: the difference of two values, rounded to float32, is right to 6e-8 of itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 1 << 22
-"""Elements widened at a time, so that logits of a long prompt do not double the memory of a run."""
+_BLOCK_ELEMENTS = 1 << 18
+"""Elements worked on at a time: a megabyte of float32, which stays in a core's cache from one step to the next."""
+_KEPT_ELEMENTS = 1 << 22
+"""Largest matrix whose squares are kept until columns are added up; those of longer ones are made again."""
 _NARROW_WIDTH = 1 << 14
 """Longest row that is added up in float32: at worst about 1e-6 of its sum is lost."""
-_NARROW_RANGE = (1e-9, 1e15)
-"""Norms of a row whose squares, and those of its rounding errors, are ordinary float32 numbers."""
+_NARROW_RANGE = (1e-18, 1e30)
+"""Sums of squares of a row whose terms, and those of its rounding errors, are ordinary float32 numbers."""
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SquaredSums:
-    """Sums of squares of one matrix [T, E] by row and by column.
+class Errors:
+    """Sums of the errors of several sides on one matrix, by row, group of columns and column.
 
-    Shapes: token [T], channel [E]; float64.
-    """
-
-    token: Tensor
-    channel: Tensor
-
-    @property
-    def whole(self) -> float:
-        """Sum of squares of all elements."""
-        return float(self.token.sum())
-
-    def by_head(self, heads: int) -> Tensor:
-        """Return the sums by head, [heads]; channels are head-major."""
-        return self.channel.reshape(heads, -1).sum(dim=1)
-
-
-class Squares:
-    """Squares of a matrix [T, E]: of a difference, of a value, or of its rounding error. Made once where it is small.
-
-    `actual` None takes the values themselves; `dtype` takes the mean square of rounding them to it instead.
+    `error` [S, T] holds the squares of `actual - expected` by row, `product` [S, T, G] the errors times the signal by
+    row and group, `signal` [T, G] the squares of the signal, `rounding` [T] the mean squares of rounding it once to
+    `dtype` (zeros without one); all float64.
+    Shapes: actual S x [T, E], expected [T, E]; `groups` of consecutive columns divide E.
     """
 
     def __init__(
-        self, *, expected: Tensor, actual: Tensor | None = None, dtype: torch.dtype | None = None,
-        narrow: bool | None = None,
-    ) -> None:  # fmt: skip
-        self.expected, self.actual, self.dtype = expected, actual, dtype
-        narrow = is_narrow(expected) if narrow is None else narrow
-        self._wide = not narrow or (actual is not None and actual.dtype is torch.float64)
-        self._kept: Tensor | None = None
+        self, *, actual: Sequence[Tensor], expected: Tensor, dtype: torch.dtype | None = None, groups: int = 1
+    ) -> None:
+        self.actual, self.expected, self.dtype, self.groups = tuple(actual), expected, dtype, groups
+        self._work = torch.float32 if _can_be_narrow(self.actual, expected) else torch.float64
+        self._measure()
+        if self._work is torch.float32 and not self._is_ordinary():
+            self._work = torch.float64  # squares beyond float32, or really nothing or not finite: told apart wide
+            self._measure()
 
-    def token(self) -> Tensor:
-        """Return the sums by row, [T] float64."""
-        found = torch.cat([block.sum(dim=1).double() for _, block in self._blocks()])
-        if not self._wide and not math.isfinite(float(found.sum())):
-            self._wide, self._kept = True, None  # too large a square, or really not finite: told apart wide
-            return self.token()
-        return found
+    @property
+    def narrow(self) -> bool:
+        """Whether errors and signal are ordinary numbers in float32."""
+        return self._work is torch.float32
 
-    def channel(self, weight: Tensor | None = None) -> Tensor:
-        """Return the sums by column, [E] float64; `weight` [T] weighs the rows."""
-        weight = torch.ones(len(self.expected), dtype=torch.float64) if weight is None else weight
+    @property
+    def power(self) -> Tensor:
+        """Sums of squares of the signal by row, [T]."""
+        return self.signal.sum(dim=1)
+
+    def columns(self, weight: Tensor) -> Tensor:
+        """Return the sums by column, rows weighted with `weight` [T]: the sides' errors, then rounding, [S + 1, E]."""
         scale = weight.max() if len(weight) else weight.sum()
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-        total = torch.zeros(self.expected.shape[1], dtype=torch.float64)
-        for start, block in self._blocks():
-            shares = (weight[start : start + len(block)] / scale).to(block.dtype)
-            total += (shares @ block).double()
+        shares = (weight / scale).to(self._work)
+        total = torch.zeros(len(self.actual) + 1, self.expected.shape[1], dtype=torch.float64)
+        for part in self._parts():
+            squares = self._kept.get(part.start) or [*(e.square() for e in self._errors(part)), self._rounding(part)]
+            for i, each in enumerate(squares):
+                total[i] += shares[part] @ each
         return total * scale
 
-    def _blocks(self) -> Iterator[tuple[int, Tensor]]:
+    def _measure(self) -> None:
+        count, rows, groups = len(self.actual), len(self.expected), self.groups
+        self.error = torch.empty(count, rows, dtype=torch.float64)
+        self.product = torch.empty(count, rows, groups, dtype=torch.float64)
+        self.signal = torch.empty(rows, groups, dtype=torch.float64)
+        self.rounding = torch.zeros(rows, dtype=torch.float64)
+        self._kept: dict[int, list[Tensor]] = {}
+        for part in self._parts():
+            signal, squares = self.expected[part].to(self._work), []
+            shape = (len(signal), groups, -1) if signal.numel() else (len(signal), groups, 0)
+            for side, error in enumerate(self._errors(part)):
+                squares.append(error.square())
+                self.error[side, part] = squares[-1].sum(dim=1)
+                self.product[side, part] = error.mul_(signal).view(shape).sum(dim=-1)
+            self.signal[part] = signal.square().view(shape).sum(dim=-1)
+            squares.append(self._rounding(part))
+            self.rounding[part] = squares[-1].sum(dim=1)
+            if self.expected.numel() <= _KEPT_ELEMENTS:
+                self._kept[part.start] = squares
+
+    def _parts(self) -> Iterator[slice]:
         rows, width = self.expected.shape
         step = max(1, _BLOCK_ELEMENTS // max(1, width))
-        if step < rows:
-            yield from ((start, self._block(start, start + step)) for start in range(0, rows, step))
-            return
-        if self._kept is None:
-            self._kept = self._block(0, rows)
-        yield 0, self._kept
+        yield from (slice(start, start + step) for start in range(0, rows, step))
 
-    def _block(self, start: int, stop: int) -> Tensor:
-        work = torch.float64 if self._wide else torch.float32
-        block = self.expected[start:stop].to(work)
-        if self.actual is not None:
-            block = self.actual[start:stop].to(work) - block
-        return block.square() if self.dtype is None else _half_ulp_squares(block, self.dtype)
+    def _errors(self, part: slice) -> Iterator[Tensor]:
+        """Yield the error of each side, in memory of its own."""
+        expected = self.expected[part]
+        wide = self._work is torch.float64 or expected.dtype is torch.float64
+        expected = expected.to(torch.float64 if wide else torch.float32)
+        for actual in self.actual:
+            same = actual.dtype is expected.dtype
+            error = actual[part] - expected if same else actual[part].to(expected.dtype).sub_(expected)
+            yield error.to(self._work)
+
+    def _rounding(self, part: slice) -> Tensor:
+        expected = self.expected[part]
+        if self.dtype is None:
+            return torch.zeros_like(expected, dtype=self._work)
+        wide = self._work is torch.float64 or expected.dtype is torch.float64
+        return _half_ulp_squares(expected.to(torch.float64 if wide else torch.float32), self.dtype, self._work)
+
+    def _is_ordinary(self) -> bool:
+        """Say whether nothing was too large or too small for the squares that were made of it."""
+        power = self.power
+        ordinary = ((power == 0) | ((power > _NARROW_RANGE[0]) & (power < _NARROW_RANGE[1]))).all()
+        silent = float(power.sum()) == 0 and bool(self.expected.any())
+        return bool(ordinary) and not silent and math.isfinite(float(self.error.sum()))
 
 
-def is_narrow(values: Tensor) -> bool:
-    """Say whether squares of a matrix [T, E], and of errors on it, can be made and added up by row in float32."""
-    if values.dtype is torch.float64 or not values.is_floating_point() or not 0 < values.shape[1] <= _NARROW_WIDTH:
-        return False
-    size = torch.linalg.vector_norm(values.float(), dim=1)
-    ordinary = bool(((size == 0) | ((size > _NARROW_RANGE[0]) & (size < _NARROW_RANGE[1]))).all())
-    return ordinary and (bool(size.any()) or not bool(values.any()))
-
-
-def widened(values: Tensor) -> Tensor:
-    """Return 16-bit values as float32, once for all that follows; longer matrices than a block as they are."""
-    short = values.dtype in (torch.bfloat16, torch.float16) and values.numel() <= _BLOCK_ELEMENTS
-    return values.float() if short else values
+def _can_be_narrow(actual: Sequence[Tensor], expected: Tensor) -> bool:
+    """Say whether squares of errors may be made in float32; a float64 port may differ by less than that resolves."""
+    real = expected.is_floating_point() and not any(a.dtype is torch.float64 for a in actual)
+    return real and 0 < expected.shape[1] <= _NARROW_WIDTH
 
 
 def all_finite(values: Tensor) -> bool:
@@ -119,47 +130,19 @@ def has_signal(values: Tensor) -> bool:
     return bool(values.sum() != 0) or bool(values.any())
 
 
-def error_sums(*, actual: Tensor, expected: Tensor, weight: Tensor | None = None) -> SquaredSums:
-    """Return the sums of squares of `actual - expected`. Shapes: both [T, E]; `weight` [T] weighs rows by column."""
-    return _sums(Squares(actual=actual, expected=expected), weight)
-
-
-def signal_sums(*, expected: Tensor) -> SquaredSums:
-    """Return the sums of squares of `expected` [T, E]."""
-    return _sums(Squares(expected=expected), None)
-
-
-def rounding_sums(*, expected: Tensor, dtype: torch.dtype, weight: Tensor | None = None) -> SquaredSums:
-    """Return the sums of squares of one rounding error of `expected` [T, E] in `dtype`; `weight` as in `error_sums`."""
-    return _sums(Squares(expected=expected, dtype=dtype), weight)
-
-
-def _sums(squares: Squares, weight: Tensor | None) -> SquaredSums:
-    token = squares.token()  # first: it finds out how wide they must be
-    return SquaredSums(token=token, channel=squares.channel(weight))
-
-
-def _half_ulp_squares(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mean square error of rounding to nearest: uniform within half an ulp, so half_ulp^2 / 3."""
+def _half_ulp_squares(values: Tensor, dtype: torch.dtype, work: torch.dtype) -> Tensor:
+    """Mean square error of rounding to nearest, in `work`: uniform within half an ulp, so half_ulp^2 / 3."""
     info, (integer, mask) = torch.finfo(dtype), _EXPONENT[values.dtype]
     power = values.view(integer).bitwise_and(mask).view(values.dtype)  # the power of two not above the magnitude
     if info.tiny > torch.finfo(values.dtype).tiny:
         power = torch.where(values == 0, 0.0, power.clamp(min=info.tiny))
-    return power.square().mul_(info.eps**2 / 12)
-
-
-def half_ulp_norm(*, expected: Tensor, dtype: torch.dtype) -> float:
-    """Return the expected L2 norm of the error of rounding `expected` once to `dtype` (round to nearest).
-
-    An error uniform within half an ulp has the root mean square half_ulp / sqrt(3); zeros are exact.
-    """
-    return math.sqrt(rounding_sums(expected=expected.reshape(1, -1), dtype=dtype).whole)
+    return power.to(work).square_().mul_(info.eps**2 / 12)
 
 
 def rel_rms_error(*, actual: Tensor, expected: Tensor) -> float:
     """Return ||actual - expected|| / ||expected||. NaN where both are zero has no meaning: 0/0 is NaN."""
-    error = error_sums(actual=actual.reshape(1, -1), expected=expected.reshape(1, -1)).whole
-    signal = signal_sums(expected=expected.reshape(1, -1)).whole
+    sums = Errors(actual=[actual.reshape(1, -1)], expected=expected.reshape(1, -1))
+    error, signal = float(sums.error.sum()), float(sums.signal.sum())
     return math.sqrt(error / signal) if signal else (math.nan if error == 0 or error != error else math.inf)
 
 

@@ -14,8 +14,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from harness.metrics.real import is_narrow
-
 FAMILY_RATE = 1e-3
 """Chance that noise alone puts any slope of one family beyond its interval."""
 SPREAD = 8.0
@@ -24,7 +22,7 @@ SPREAD = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slopes:
-    """Slopes and their standard errors, float64, each [G] (or [S, G] of several sides at once).
+    """Slopes and their standard errors, float64, each [S, G] of S sides, or [G] of one.
 
     `samples` [G] is what each rests on (tokens).
     """
@@ -38,12 +36,12 @@ class Slopes:
 
         `honest` [G] are the greatest absolute slopes of the floors. A NaN slope stays NaN.
         """
-        z = torch.tensor([_sigmas(tests, int(n)) for n in self.samples.tolist()], dtype=torch.float64)
+        z = torch.tensor([sigmas(tests, int(n)) for n in self.samples.tolist()], dtype=torch.float64)
         return (self.value.abs() - honest - z * self.error).clamp(min=0)
 
 
 @lru_cache(maxsize=1 << 12)
-def _sigmas(tests: int, samples: int) -> float:
+def sigmas(tests: int, samples: int) -> float:
     """Return the two-sided quantile of Student's t for `tests` tests at the family's rate.
 
     Source: Abramowitz & Stegun 26.2.23 (normal quantile) and 26.7.5 (expansion of t about it).
@@ -62,7 +60,7 @@ def _sigmas(tests: int, samples: int) -> float:
 class Products:
     """Inner products error x signal and signal x signal by token and group of channels, float64.
 
-    Shapes: error [T, G], or [S, T, G] of several sides; signal [T, G].
+    Shapes: error [S, T, G] of S sides; signal [T, G].
     """
 
     error: Tensor
@@ -74,38 +72,27 @@ class Products:
 
     def stretches(self, count: int) -> Products:
         """Return those of one group on `count` stretches of equally many tokens, one column each, zero elsewhere."""
-        tokens = len(self.signal)
-        which = torch.arange(tokens) * count // tokens
-        member = torch.nn.functional.one_hot(which, count).to(torch.float64)
+        member = _membership(len(self.signal), count)
         return Products(error=member * self.error, signal=member * self.signal)
 
 
-def inner_products(
-    *, actual: Tensor, expected: Tensor, groups: int, signal: Tensor | None = None, narrow: bool | None = None
-) -> Products:
-    """Return the inner products by token and group. `signal` are those of the same expected values, where known."""
-    narrow = is_narrow(expected) if narrow is None else narrow
-    work = torch.float32 if narrow and actual.dtype is not torch.float64 else torch.float64
-    e, shape = expected.to(work), (len(expected), groups, -1)
-    error = (actual.to(work) - e).mul_(e).reshape(shape).sum(dim=-1).double()
-    if work is torch.float32 and not torch.isfinite(error.sum()):
-        return inner_products(actual=actual, expected=expected, groups=groups, signal=signal, narrow=False)
-    if signal is None:
-        signal = e.square().reshape(shape).sum(dim=-1).double()
-    return Products(error=error, signal=signal)
+@lru_cache(maxsize=64)
+def _membership(tokens: int, count: int) -> Tensor:
+    which = torch.arange(tokens) * count // tokens
+    return torch.nn.functional.one_hot(which, count).to(torch.float64)
 
 
 def group_slopes(products: Products, *, weight: Tensor) -> Slopes:
     """Return the slope of each group, sum(error) / sum(signal), with the standard error of clusters that are tokens.
 
-    Shapes: weight [T]; the result [G], or [S, G].
+    Shapes: weight [T]; the result [S, G].
     """
     over, under = weight[:, None] * products.error, weight[:, None] * products.signal
     total = under.sum(dim=0)
-    value = torch.where(total > 0, over.sum(dim=-2) / total, 0.0)
+    value = torch.where(total > 0, over.sum(dim=1) / total, 0.0)
     samples = (under > 0).sum(dim=0)
-    residual = over - value.unsqueeze(-2) * under
-    spread = residual.square().sum(dim=-2) * samples / (samples - 1).clamp(min=1)
+    residual = over.sub_(value[:, None] * under)
+    spread = residual.square_().sum(dim=1) * samples / (samples - 1).clamp(min=1)
     error = torch.where(total > 0, spread.sqrt() / total, 0.0)
     return Slopes(value=value, error=torch.where(samples > 1, error, math.inf), samples=samples)
 
@@ -113,30 +100,30 @@ def group_slopes(products: Products, *, weight: Tensor) -> Slopes:
 def joint_slopes(*, error: Tensor, parts: Tensor, owner: Tensor, weight: Tensor, owners: int) -> Slopes:
     """Return the slope of each owner's part of a sum, all fitted together.
 
-    The model: error[t] is the sum over k of slope[owner[t, k]] times parts[t, k]. Owners that share tokens are told
-    apart, because their parts point in different directions.
-    Shapes: error [T, E], or [S, T, E] of several sides; parts [T, K, E]; owner [T, K], -1 for none; weight [T]; the
-    result [owners], or [S, owners].
+    The model: error[s, t] is the sum over k of slope[s, owner[t, k]] times parts[t, k]. Owners that share tokens are
+    told apart, because their parts point in different directions. Inner products are made in float32 where parts and
+    errors are; a fit in float64 gives slopes that differ by a millionth of their own interval.
+    Shapes: error [S, T, E] of S sides; parts [T, K, E]; owner [T, K], -1 for none; weight [T]; the result [S, owners].
     """
-    scale, known, ids = weight.sqrt(), owner >= 0, owner.clamp(min=0)
-    many = error if error.dim() == 3 else error[None]
-    e = many.to(torch.float64).permute(1, 2, 0) * scale[:, None, None]  # [T, E, S]
-    p = parts.to(torch.float64).mul(scale[:, None, None])
-    if not bool(known.all()):
-        p = p * known[..., None]
-    inner = p @ p.transpose(1, 2)
-    rows, columns = ids[:, :, None].expand_as(inner), ids[:, None, :].expand_as(inner)
-    gram = torch.zeros(owners, owners, dtype=torch.float64)
-    gram.index_put_((rows.reshape(-1), columns.reshape(-1)), inner.reshape(-1), accumulate=True)
-    against = torch.zeros(owners, len(many), dtype=torch.float64)
-    against.index_add_(0, ids.reshape(-1), (p @ e).reshape(-1, len(many)))
+    sides, choices = len(error), parts.shape[1]
+    scale = (weight / weight.max().clamp(min=1e-300)).sqrt().to(error.dtype)[:, None, None]
+    both = torch.empty(len(parts), choices + sides, parts.shape[2], dtype=error.dtype)
+    torch.mul(parts.to(error.dtype), scale, out=both[:, :choices])
+    torch.mul(error.transpose(0, 1), scale, out=both[:, choices:])
+    inner = (both @ both.transpose(1, 2)).double()  # part by part, part by error and error by error at once
+    known, ids = owner >= 0, owner.clamp(min=0)
+    among = inner[:, :choices, :choices] * (known[:, :, None] & known[:, None, :])
+    pairs = ids[:, :, None] * owners + ids[:, None, :]
+    gram = torch.zeros(owners * owners, dtype=torch.float64)
+    gram = gram.index_add_(0, pairs.reshape(-1), among.reshape(-1)).reshape(owners, owners)
+    against = torch.zeros(owners, sides, dtype=torch.float64)
+    against.index_add_(0, ids.reshape(-1), (inner[:, :choices, choices:] * known[..., None]).reshape(-1, sides))
     inverse = torch.linalg.pinv(gram, hermitian=True)
     value = inverse @ against
-    residual = e - p.transpose(1, 2) @ value[ids]
+    power = inner[:, choices:, choices:].diagonal(dim1=1, dim2=2).sum(dim=0)
+    left = (power - (value * against).sum(dim=0)).clamp(min=0)  # what the fit does not explain, at its optimum
     used = gram.diagonal() > 0
-    freedom = max(1.0, residual[..., 0].numel() / SPREAD - float(used.sum()))
-    sigma = residual.square().sum(dim=(0, 1)) / freedom
-    spread = (sigma[:, None] * inverse.diagonal().clamp(min=0)).sqrt()
-    found = (value.T, torch.where(used, spread, math.inf))
-    whole, uncertain = found if error.dim() == 3 else (found[0][0], found[1][0])
-    return Slopes(value=whole, error=uncertain, samples=torch.full((owners,), int(freedom) + 1))
+    freedom = max(1.0, error[0].numel() / SPREAD - float(used.sum()))
+    spread = (left[:, None] / freedom * inverse.diagonal().clamp(min=0)).sqrt()
+    uncertain = torch.where(used, spread, math.inf)
+    return Slopes(value=value.T, error=uncertain, samples=torch.full((owners,), int(freedom) + 1))

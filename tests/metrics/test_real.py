@@ -5,17 +5,7 @@ import math
 import pytest
 import torch
 
-from harness.metrics.real import (
-    cosine,
-    error_sums,
-    half_ulp_norm,
-    max_abs_error,
-    mismatches,
-    pcc,
-    rel_rms_error,
-    rounding_sums,
-    signal_sums,
-)
+from harness.metrics.real import Errors, cosine, max_abs_error, mismatches, pcc, rel_rms_error
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -23,16 +13,20 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_half_ulp_norm_is_the_error_of_one_rounding(dtype: torch.dtype) -> None:
+def test_rounding_is_the_error_of_one_rounding(dtype: torch.dtype) -> None:
     """The norm predicted for one rounding is the one that rounding really has, within three percent."""
-    values = normal(100_000)
+    values = normal(10, 10_000)
     error = (values.to(dtype).double() - values).norm().item()
-    assert half_ulp_norm(expected=values, dtype=dtype) == pytest.approx(error, rel=0.03)
+    assert math.sqrt(rounding(values, dtype).rounding.sum()) == pytest.approx(error, rel=0.03)
+
+
+def rounding(values: torch.Tensor, dtype: torch.dtype) -> Errors:
+    return Errors(actual=[], expected=values, dtype=dtype)
 
 
 def test_zeros_round_exactly() -> None:
     """A zero has no rounding error, so it gives no slack."""
-    assert half_ulp_norm(expected=torch.zeros(8), dtype=torch.bfloat16) == 0.0
+    assert float(rounding(torch.zeros(1, 8), torch.bfloat16).rounding) == 0.0
 
 
 def test_relative_error_sees_scale_where_cosine_and_pcc_do_not() -> None:
@@ -50,22 +44,26 @@ def test_relative_error_against_nothing() -> None:
 
 
 def test_sums_agree_across_slices_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, columns and heads of one error add up to the same whole, however it is cut into blocks."""
+    """Rows, columns and groups of one error add up to the same whole, however it is cut into blocks, kept or not."""
     a, e = normal(37, 24), normal(37, 24, seed=1)
     whole = float((a - e).square().sum())
-    for block in (1 << 22, 24 * 5):
+    for block, kept in ((1 << 18, 1 << 22), (24 * 5, 1 << 22), (24 * 5, 0)):
         monkeypatch.setattr("harness.metrics.real._BLOCK_ELEMENTS", block)
-        sums = error_sums(actual=a, expected=e)
-        assert sums.whole == pytest.approx(whole)
-        assert float(sums.channel.sum()) == pytest.approx(whole)
-        assert sums.by_head(4)[1] == pytest.approx(float((a - e)[:, 6:12].square().sum()))
+        monkeypatch.setattr("harness.metrics.real._KEPT_ELEMENTS", kept)
+        sums = Errors(actual=[a, e], expected=e, groups=4)
+        assert float(sums.error[0].sum()) == pytest.approx(whole)
+        assert float(sums.error[1].sum()) == 0
+        columns = sums.columns(torch.ones(37, dtype=torch.float64))
+        assert float(columns[0].sum()) == pytest.approx(whole)
+        assert torch.allclose(sums.product[0, :, 1], ((a - e) * e)[:, 6:12].sum(dim=1))
+        assert torch.allclose(sums.signal[:, 1], e[:, 6:12].square().sum(dim=1))
 
 
 def test_nan_propagates() -> None:
     """A NaN anywhere makes every aggregate NaN."""
     a = normal(4, 4)
     a[2, 1] = math.nan
-    assert math.isnan(error_sums(actual=a, expected=normal(4, 4)).whole)
+    assert math.isnan(Errors(actual=[a], expected=normal(4, 4)).error.sum())
     assert math.isnan(max_abs_error(actual=a, expected=normal(4, 4)))
 
 
@@ -73,7 +71,7 @@ def test_accumulation_is_wide() -> None:
     """Many small squares are not lost beside a large one, as they would be in float32."""
     a = torch.full((1, 200_000), 1e-4, dtype=torch.float32)
     a[0, 0] = 100.0
-    assert error_sums(actual=a, expected=torch.zeros_like(a)).whole == pytest.approx(1e4 + 199_999e-8, rel=1e-12)
+    assert float(Errors(actual=[a], expected=torch.zeros_like(a)).error) == pytest.approx(1e4 + 199_999e-8, rel=1e-12)
 
 
 def test_mismatches_compare_values_not_bytes() -> None:
@@ -86,35 +84,33 @@ def test_mismatches_compare_values_not_bytes() -> None:
 
 def test_what_is_measured_stays_as_it_is() -> None:
     """Sums of squares never write into their input, in no precision (a float64 oracle needs no widening copy)."""
-    value = torch.arange(6, dtype=torch.float64).reshape(2, 3)
-    kept = value.clone()
-    signal_sums(expected=value)
-    error_sums(actual=value, expected=value)
-    assert torch.equal(value, kept)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        value = torch.arange(6, dtype=dtype).reshape(2, 3)
+        kept = value.clone()
+        Errors(actual=[value], expected=value, dtype=torch.bfloat16).columns(torch.ones(2, dtype=torch.float64))
+        assert torch.equal(value, kept)
 
 
+@pytest.mark.parametrize("expected_in", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
-def test_sums_in_float32_lose_nothing_that_matters(scale: float) -> None:
+def test_sums_in_float32_lose_nothing_that_matters(scale: float, expected_in: torch.dtype) -> None:
     """Sums over float32 rows of any magnitude are those of float64: of errors, signal and rounding, weighted or not."""
-    e = (normal(24, 96) * scale).float()
+    e = (normal(24, 96) * scale).to(expected_in)
     a = (e * (1 + 1e-3 * normal(24, 96, seed=1))).float()
     weight = normal(24, seed=2).square() / scale**2
-    for narrow, wide in (
-        (
-            error_sums(actual=a, expected=e, weight=weight),
-            error_sums(actual=a.double(), expected=e.double(), weight=weight),
-        ),
-        (signal_sums(expected=e), signal_sums(expected=e.double())),
-        (rounding_sums(expected=e, dtype=torch.bfloat16), rounding_sums(expected=e.double(), dtype=torch.bfloat16)),
-    ):
-        assert torch.allclose(narrow.token, wide.token, rtol=2e-6, atol=0)
-        assert torch.allclose(narrow.channel, wide.channel, rtol=2e-6, atol=0)
+    narrow = Errors(actual=[a], expected=e, dtype=torch.bfloat16, groups=8)
+    wide = Errors(actual=[a.double()], expected=e.double(), dtype=torch.bfloat16, groups=8)
+    for name in ("error", "signal", "rounding"):
+        assert torch.allclose(getattr(narrow, name), getattr(wide, name), rtol=2e-6, atol=0)
+    assert torch.allclose(narrow.columns(weight), wide.columns(weight), rtol=2e-6, atol=0)
+    size = (wide.error[:, :, None] * wide.signal).sqrt()
+    assert float(((narrow.product - wide.product) / size).abs().max()) < 2e-6
 
 
 def test_a_square_that_overflows_float32_is_still_a_number() -> None:
     """A finite value whose square float32 cannot hold gives a finite sum; an infinite one an infinite sum."""
     e, a = torch.ones(4, 8), torch.ones(4, 8)
     a[1, 2] = 1e25
-    assert error_sums(actual=a, expected=e).whole == pytest.approx(1e50, rel=1e-5)
+    assert float(Errors(actual=[a], expected=e).error.sum()) == pytest.approx(1e50, rel=1e-5)
     a[1, 2] = math.inf
-    assert error_sums(actual=a, expected=e).whole == math.inf
+    assert float(Errors(actual=[a], expected=e).error.sum()) == math.inf

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.metrics.slopes import Slopes, group_slopes, inner_products, joint_slopes
+from harness.metrics.real import Errors
+from harness.metrics.slopes import Products, Slopes, group_slopes, joint_slopes
 
 TOKENS, WIDTH, EXPERTS, CHOICES = 96, 64, 12, 3
 NOISE = 3e-3
@@ -21,13 +22,22 @@ def sides(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return expected, expected + NOISE * normal(TOKENS, WIDTH, seed=seed + 1), torch.ones(TOKENS, dtype=torch.float64)
 
 
+def products_of(actual: torch.Tensor, expected: torch.Tensor, groups: int) -> Products:
+    errors = Errors(actual=[actual], expected=expected, groups=groups)
+    return Products(error=errors.product, signal=errors.signal)
+
+
 def channel_slopes(*, actual, expected, weight, groups: int) -> Slopes:
-    return group_slopes(inner_products(actual=actual, expected=expected, groups=groups), weight=weight)
+    return first(group_slopes(products_of(actual, expected, groups), weight=weight))
 
 
 def position_slopes(*, actual, expected, weight, buckets: int) -> Slopes:
-    products = inner_products(actual=actual, expected=expected, groups=1)
-    return group_slopes(products.stretches(buckets), weight=weight)
+    return first(group_slopes(products_of(actual, expected, 1).stretches(buckets), weight=weight))
+
+
+def first(slopes: Slopes) -> Slopes:
+    """Return the slopes of the only side."""
+    return Slopes(value=slopes.value[0], error=slopes.error[0], samples=slopes.samples)
 
 
 def beyond(slopes: Slopes) -> torch.Tensor:
@@ -70,7 +80,7 @@ def test_experts_that_share_tokens_are_told_apart():
         [torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(t))[:CHOICES] for t in range(TOKENS)]
     )
     error = NOISE * normal(TOKENS, WIDTH, seed=6) + 0.01 * (parts * (owner == 7)[..., None]).sum(dim=1)
-    slopes = joint_slopes(error=error, parts=parts, owner=owner, weight=weight, owners=EXPERTS)
+    slopes = first(joint_slopes(error=error[None], parts=parts, owner=owner, weight=weight, owners=EXPERTS))
     assert float(slopes.value[7]) == pytest.approx(0.01, rel=0.1)
     assert [i for i, b in enumerate(beyond(slopes)) if b > 2e-3] == [7]
 
@@ -80,7 +90,8 @@ def test_an_expert_seen_once_is_still_told():
     parts = normal(8, 2, WIDTH, seed=1)
     owner = torch.tensor([[0, 1]] * 7 + [[0, 2]])
     error = NOISE * normal(8, WIDTH, seed=2) + 0.1 * (parts * (owner == 2)[..., None]).sum(dim=1)
-    slopes = joint_slopes(error=error, parts=parts, owner=owner, weight=torch.ones(8, dtype=torch.float64), owners=4)
+    weight = torch.ones(8, dtype=torch.float64)
+    slopes = first(joint_slopes(error=error[None], parts=parts, owner=owner, weight=weight, owners=4))
     assert float(slopes.value[2]) == pytest.approx(0.1, rel=0.1)
     assert float(beyond(slopes)[2]) > 0.05
     assert torch.isinf(slopes.error[3])  # never chosen: nothing is said of it
@@ -97,3 +108,14 @@ def test_what_honest_runs_show_is_taken_off():
     assert torch.isnan(
         channel_slopes(actual=actual * torch.nan, expected=expected, weight=weight, groups=1).value
     ).all()
+
+
+def test_a_joint_fit_in_float32_is_that_of_float64():
+    """Slopes and intervals of experts made from float32 products are those of float64, far inside of their interval."""
+    parts, owner = normal(TOKENS, CHOICES, WIDTH, seed=5), torch.arange(TOKENS * CHOICES).reshape(TOKENS, -1) % EXPERTS
+    weight = normal(TOKENS, seed=9).square() * 1e9
+    error = NOISE * normal(1, TOKENS, WIDTH, seed=6) + 0.01 * parts.sum(dim=1)
+    wide = joint_slopes(error=error, parts=parts, owner=owner, weight=weight, owners=EXPERTS)
+    narrow = joint_slopes(error=error.float(), parts=parts.float(), owner=owner, weight=weight, owners=EXPERTS)
+    assert torch.allclose(narrow.error, wide.error, rtol=1e-4)
+    assert float(((narrow.value - wide.value) / wide.error).abs().max()) < 1e-3
