@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from harness.types import Measurement
 
@@ -122,6 +123,9 @@ SLICES = {
 }
 """What it means when slices fail and the whole does not, the most telling first."""
 
+UNLIKE = 0.3
+"""Share of the right values that values hold, at most, to be called others."""
+
 STANDS_OUT = {"head": 1.8, "expert": 1.8, "position": 2.0, "channel": 4.0, "token": 4.0}
 """How many times the whole's ratio a slice's is when the error sits in that slice (one of five heads reads 2.2)."""
 
@@ -206,6 +210,9 @@ def _scaled(failing: Sequence[Measurement]) -> str:
     """Say which share of the signal the error is, and where: the slice that stands out, or all of it."""
     worst = max(failing, key=lambda m: abs(float(m.detail.get("slope", 0.0))))
     kind = str(worst.where.get("slice", "whole"))
+    several = {m.where.get(kind): 1 + float(m.detail.get("slope", 0.0)) for m in failing} if kind == "expert" else {}
+    if len(several) > 1:
+        return _several(several)
     where = f"{kind} {worst.where.get(kind, '')}" if kind != "whole" else "the whole unit"
     times = 1 + float(worst.detail.get("slope", 0.0))
     return f"scaled: in {where} the values are {times:.4f} times what they should be"
@@ -221,6 +228,15 @@ def _exact(tap: str) -> str:
     if "mask" in tap:
         return "the mask differs: causal alignment, window, padding, or the picture's bounds"
     return "a value that must be equal is not"
+
+
+def _several(times: Mapping[Any, float]) -> str:
+    """Say what several experts have in common: values that are not theirs, or something that all of them do."""
+    named = ", ".join(str(e) for e in sorted(times, key=str)[:6]) + (", ..." if len(times) > 6 else "")
+    low, high = min(times.values()), max(times.values())
+    if high < UNLIKE:
+        return f"experts, {named} among them, give values unlike their own: exchanged, misplaced, or other weights"
+    return f"scaled: in experts, {named} among them, the values are {low:.4g} to {high:.4g} times what they should be"
 
 
 def _slices(tap: str, failing: Sequence[Measurement]) -> str:

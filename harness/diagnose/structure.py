@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.compare.align import Rows, as_rows, like
 from harness.diagnose.patterns import Matrix, best_pattern
-from harness.taps import level_of, unit_of
+from harness.taps import decisions_under, level_of, part_step, unit_of
 from harness.types import Failure, Finding, Measurement, Trace
 
 EXPLAINS = 0.3
@@ -25,6 +25,11 @@ LOUD, QUIET = 4.0, 2.0
 """Token errors in units of honest ones: above the first a token is wrong, below the second it is right."""
 JUMP = 4.0
 """An error that begins at less than one part in this of its usual size has grown; otherwise it has begun."""
+VALUES = frozenset({"error_ratio", "slope_beyond_noise", "exact_mismatches"})
+CHOICES = frozenset({
+    "decision_margin_z", "decision_flips_excess", "decision_size_mismatches", "decision_outside_valid"
+})  # fmt: skip
+"""Metrics that speak of values, and of what was chosen by them."""
 Traces = Callable[[str, str], "Trace | Failure | None"]
 
 
@@ -52,30 +57,26 @@ def _told(
     edges: Mapping[str, int],
     heads: int,
 ) -> Finding:
-    shown = _shown_best(finding.tap, failing)
-    if shown is None:
+    shown = _shown_best(finding.tap, failing, VALUES)
+    chosen = None if shown else _shown_best(finding.tap, failing, CHOICES)
+    best = shown or chosen
+    if best is None:
         return finding
-    oracle, accel = traces("oracle", shown.run), traces("accel", shown.run)
+    oracle, accel = traces("oracle", best.run), traces("accel", best.run)
     if not isinstance(oracle, Trace) or not isinstance(accel, Trace):
         return finding
+    honest_ones = [t for r in floors if isinstance(t := traces(r, best.run), Trace)]
+    if chosen is not None:
+        return _choice_told(finding, oracle, accel, honest_ones)
     sides = _sides(finding.tap, oracle, accel)
     if sides is None:
         return finding
     actual, expected = sides
-    noise = _noise(finding.tap, oracle, expected, [t for r in floors if isinstance(t := traces(r, shown.run), Trace)])
+    noise = _noise(finding.tap, oracle, expected, honest_ones)
     first = int(oracle.run.options.get("compare_from", 0)) or int(accel.run.options.get("compare_from", 0))
     where = region(actual=actual.values[first:], expected=expected.values[first:], noise=noise[first:], first=first,
                    edges=edges) if expected.tokens else ""  # fmt: skip
-    others, inputs = _others(finding.tap, oracle, expected)
-    pattern = best_pattern(
-        Matrix(
-            actual=actual.values[first:].double(),
-            expected=expected.values[first:].double(),
-            heads=expected.heads or (heads if heads and expected.values.shape[1] % heads == 0 else 0),
-            others={n: o[first:] for n, o in others.items()},
-            inputs=inputs,
-        )
-    )
+    pattern = best_pattern(_matrix(finding.tap, oracle, actual, expected, heads, first))
     error = (actual.values[first:].double() - expected.values[first:].double()).norm()
     honest = float(noise[first:].norm() / error.clamp(min=1e-300))
     if pattern is None or pattern.left > max(EXPLAINS, min(1.1 * honest, MOST_LEFT)):
@@ -89,17 +90,38 @@ def _told(
     )
 
 
+def _choice_told(finding: Finding, oracle: Trace, accel: Trace, floors: Sequence[Trace]) -> Finding:
+    """Return a finding about a choice with what is wrong in the scores behind it, or that they are right."""
+    tap = f"{finding.tap}.scores"
+    sides = _sides(tap, oracle, accel)
+    if sides is None:
+        return finding
+    actual, expected = sides
+    usable = torch.isfinite(actual.values) & torch.isfinite(expected.values)  # what is masked has no score
+    honest = [f[0] for floor in floors if (f := _sides(tap, oracle, floor)) is not None]
+    a, e, *h = (torch.where(usable, x.values, torch.zeros(())).double() for x in (*sides, *honest))
+    error, noise = float((a - e).norm()), max((float((x - e).norm()) for x in h), default=math.nan)
+    if error <= QUIET * noise:
+        said = "the scores are right within rounding, so it is the rule that chooses among them"
+        return replace(finding, cause=f"{finding.cause}; {said}")
+    clean = [replace(side, values=values) for side, values in zip(sides, (a, e), strict=True)]
+    pattern = best_pattern(_matrix(tap, oracle, clean[0], clean[1], 0, 0))
+    if pattern is None or pattern.left > EXPLAINS:
+        return finding
+    said = f"the scores hold {pattern.words} (this leaves {pattern.left:.0%} of their error)"
+    return replace(finding, cause=f"{said}; {finding.cause}")
+
+
 def _kept_of(cause: str) -> list[str]:
     """Return what a cause says beside the size of the error: the only phase or layout, and what is usual there."""
     return [part for part in cause.split("; ") if part.startswith(("only ", "usual there"))]
 
 
-def _shown_best(tap: str, failing: Sequence[Measurement]) -> Measurement | None:
+def _shown_best(tap: str, failing: Sequence[Measurement], metrics: frozenset[str]) -> Measurement | None:
     """Return the failing measurement of a tap in the run that isolates it best: a replay, the deepest one, no phase."""
     about = [
         m for m in failing
-        if m.subject == tap and m.run and m.metric in ("error_ratio", "slope_beyond_noise", "exact_mismatches")
-        and not m.problem
+        if m.subject == tap and m.run and m.metric in metrics and not m.problem
     ]  # fmt: skip
     return max(
         about,
@@ -134,6 +156,63 @@ def _noise(tap: str, oracle: Trace, expected: Rows, floors: Sequence[Trace]) -> 
         return size * 2.0**-8
     noise: Tensor = torch.stack(rows).amax(dim=0)
     return torch.maximum(noise, float(noise.norm() / size.norm().clamp(min=1e-300)) * size).clamp(min=1e-300)
+
+
+def _matrix(tap: str, oracle: Trace, actual: Rows, expected: Rows, heads: int, first: int) -> Matrix:
+    """Return both sides of a tap with what the reference had around it, from row `first` on."""
+    others, inputs = _others(tap, oracle, expected)
+    parts, owner = (oracle.tensors.get(f"{tap}.{name}") for name in ("parts", "parts.owner"))
+    width = expected.values.shape[1]
+    step = part_step(width)
+    known = parts is not None and parts.dim() == 3 and len(parts) == len(expected.values)
+    fits = known and parts is not None and parts.shape[2] == len(range(0, width, step))
+    return Matrix(
+        actual=actual.values[first:].double(),
+        expected=expected.values[first:].double(),
+        heads=expected.heads or (heads if heads and width % heads == 0 else 0),
+        others={n: o[first:] for n, o in others.items()},
+        inputs=inputs,
+        around={n: o[first:] for n, o in _around(tap, oracle, len(expected.values)).items()},
+        chosen={n: (scores[first:], ids[first:]) for n, (scores, ids) in _chosen(tap, oracle, expected).items()},
+        parts=parts[first:].double() if fits and parts is not None else None,
+        owner=owner[first:] if fits and owner is not None else None,
+        part_step=step,
+    )
+
+
+def _around(tap: str, oracle: Trace, rows: int) -> dict[str, Tensor]:
+    """Return the reference's values earlier in the unit around a tap, the nearest first."""
+    unit = unit_of(tap).split(".topk")[0]
+    outer = unit.rpartition(".")[0]
+    order = list(oracle.tensors)
+    found: dict[str, Tensor] = {}
+    own = [unit] if unit != tap and unit in oracle.tensors else []  # a router's logits are its output, told last
+    for name in [*own, *reversed(order[: order.index(tap)])]:
+        if outer and name.startswith(f"{outer}.") and oracle.taps[name].kind == "hidden":
+            values = as_rows(oracle.tensors[name], oracle.taps[name]).values
+            if len(values) == rows and values.is_floating_point():
+                found[name] = values.double()
+    return found
+
+
+def _chosen(tap: str, oracle: Trace, expected: Rows) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what was chosen from, and which ones, where a tap may hold the weights of what was chosen beside it."""
+    unit = unit_of(tap)
+    beside = [n for outer in (unit, unit.rpartition(".")[0]) for n in decisions_under(outer, oracle.tensors)]
+    for name in dict.fromkeys(beside):
+        ids = oracle.tensors[name]
+        if tuple(ids.shape) != tuple(expected.values.shape):
+            continue
+        sources = (f"{name}.scores", name.rpartition(".topk")[0] if ".topk" in name else unit)
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for source in sources:
+            if source in oracle.tensors and source != tap:
+                scores = as_rows(oracle.tensors[source], oracle.taps[source]).values
+                if len(scores) == len(ids) and scores.is_floating_point() and int(ids.max()) < scores.shape[1]:
+                    found[source] = (scores.double(), ids.clamp(min=0).long())
+        if found:
+            return found
+    return {}
 
 
 def _others(tap: str, oracle: Trace, expected: Rows) -> tuple[dict[str, Tensor], tuple[str, ...]]:

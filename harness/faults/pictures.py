@@ -252,7 +252,7 @@ def merger_columns_first(parts: Parts) -> Places:
     return [parts.tap(merger), parts.tap(merger, ".*"), "vision.norm"]
 
 
-@fault(stage="image", cause="layers|off|wrong|glue|mid|row", needs="features of the tower in several layers")
+@fault(stage="image", cause="layers|off|wrong|glue|mid|row|zero", needs="features of the tower in several layers")
 def deep_features_lost(parts: Parts) -> Places:
     """What inner blocks of the tower give to the first layers of the decoder is left out."""
     _grid(parts)

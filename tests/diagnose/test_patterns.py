@@ -134,3 +134,105 @@ def test_the_first_value_that_is_not_finite_is_named() -> None:
     actual[17, 3] = torch.nan
     said = region(actual=actual, expected=EXPECTED, noise=EXPECTED.norm(dim=1), first=0, edges={})
     assert said.startswith("not finite from position 17 on (1 of 48")
+
+
+SMALL = 5e-4 * normal(TOKENS, WIDTH, seed=8)
+GATE = normal(TOKENS, WIDTH, seed=10)
+SILU = torch.nn.functional.silu(GATE)
+
+
+def explained(actual: Tensor, expected: Tensor, **more) -> str:
+    """Return the words of what explains nearly all of an error, or an empty string."""
+    found = best_pattern(Matrix(actual=actual, expected=expected, **more))
+    return found.words if found is not None and found.left < 0.1 else ""
+
+
+def test_another_function_is_named_where_the_own_one_is_recognised() -> None:
+    """GELU in place of SiLU is told with its input; of values that no known function gives nothing is claimed."""
+    actual = torch.nn.functional.gelu(GATE) + SMALL
+    said = explained(actual, SILU, around={"layers.0.mlp.gate_proj": GATE})
+    assert said == "GELU of layers.0.mlp.gate_proj, where SiLU is due"
+    assert explained(actual, EXPECTED, around={"layers.0.mlp.gate_proj": GATE}) == ""
+
+
+def test_a_soft_cap_is_told_with_its_size() -> None:
+    """A cap that is there too much, and one that is missing, are read off the largest value."""
+    capped = 1.5 * torch.tanh(EXPECTED / 1.5)
+    assert explained(capped, EXPECTED) == "a soft cap of 1.5 that does not belong there"
+    assert explained(EXPECTED, capped) == "no soft cap, where one of 1.5 is due"
+
+
+def test_factors_by_token_are_tried_on_other_channels_than_they_are_read_from() -> None:
+    """A factor of each token is recognised; noise gains nothing from having one."""
+    factor = 1 + 0.3 * normal(TOKENS, 1, seed=11)
+    assert "for each token (" in explained(EXPECTED * factor + SMALL, EXPECTED)
+    by_heads = 1 + 0.3 * normal(TOKENS, HEADS, 1, seed=11)
+    assert "in each head" in explained(by_head(lambda x: x * by_heads)(EXPECTED), EXPECTED, heads=HEADS)
+    assert explained(EXPECTED + 0.3 * normal(TOKENS, WIDTH, seed=12), EXPECTED, heads=HEADS) == ""
+
+
+def test_weights_of_a_choice_are_traced_to_its_scores() -> None:
+    """Raw logits in place of normalised sigmoids are told, and what was due; weights from elsewhere are not."""
+    logits = normal(TOKENS, 8, seed=13)
+    ids = logits.topk(4).indices
+    chosen = {"layers.1.moe.router": (logits, ids)}
+    taken = torch.sigmoid(logits).gather(-1, ids)
+    due = 2.5 * taken / taken.sum(-1, keepdim=True)
+    said = explained(logits.gather(-1, ids), due, chosen=chosen)
+    assert said.startswith("the weights of the chosen as layers.1.moe.router itself, not normalised; due is a sigmoid")
+    assert explained(normal(TOKENS, 4, seed=14), due, chosen=chosen) == ""
+
+
+OWNER = torch.stack((torch.arange(TOKENS) % 5, torch.arange(TOKENS) % 3 + 5), 1)
+PARTS = normal(TOKENS, 2, WIDTH, seed=15)
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (torch.where(OWNER == 6, 1.1, 1.0), "expert 6 1.1 times"),
+        (1 - (torch.arange(TOKENS) >= 40).double()[:, None] * torch.tensor([0.0, 1.0]), "the first at token 40"),
+        (1 + 0.4 * normal(TOKENS, 2, seed=16), "with other weights"),
+    ],
+)
+def test_shares_are_read_back_from_their_sum(factor: Tensor, words: str) -> None:
+    """One expert too large, shares left out, shares weighed otherwise; noise is none of them."""
+    total = PARTS.sum(1)
+    actual = (PARTS * factor[..., None]).sum(1) + 1e-4 * normal(TOKENS, WIDTH, seed=17)
+    assert words in explained(actual, total, parts=PARTS, owner=OWNER)
+    noise = total + 0.3 * normal(TOKENS, WIDTH, seed=17)
+    assert explained(noise, total, parts=PARTS, owner=OWNER) == ""
+
+
+def attend(scores: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """Return what heads mix of values [H, T, D] by scores [H, T, T] where keys are seen, [T, H * D]."""
+    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
+    return (weights @ values).transpose(0, 1).flatten(1)
+
+
+SCORES, VALUES = normal(HEADS, TOKENS, TOKENS, seed=18), normal(HEADS // 2, TOKENS, SIZE, seed=19)
+SEEN = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+WINDOW = SEEN & ~SEEN.tril(-5)
+
+
+@pytest.mark.parametrize(
+    ("scores", "seen", "due", "words"),
+    [
+        (1.2 * SCORES, SEEN, SEEN, "scores 1.2 times as large: the softmax scale"),
+        (SCORES, SEEN.roll(1, 0) | SEEN, SEEN, ""),
+        (SCORES, torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(1), SEEN, "one key of the future"),
+        (SCORES, SEEN & (torch.arange(TOKENS) > 0) | torch.eye(TOKENS).bool(), SEEN, "all keys but the first"),
+        (SCORES, SEEN & ~SEEN.tril(-4), WINDOW, "last 4 keys only: a window"),
+        (SCORES, SEEN, WINDOW, "5 back and further too: a window"),
+        (normal(HEADS, TOKENS, TOKENS, seed=20), SEEN, SEEN, "the right values with other weights"),
+    ],
+)
+def test_weights_of_an_attention_are_read_back(scores: Tensor, seen: Tensor, due: Tensor, words: str) -> None:
+    """Scale, mask and window are told by the weights of early tokens, with grouped heads; the same weights are not."""
+    spread = VALUES.repeat_interleave(2, 0)
+    around = {"layers.0.attn.v_proj": VALUES.transpose(0, 1).flatten(1)}
+    expected = attend(SCORES, spread, due)
+    actual = attend(scores, spread, seen) + 1e-5 * normal(TOKENS, WIDTH, seed=21)
+    assert words in explained(actual, expected, heads=HEADS, around=around)
+    other = {"layers.0.attn.v_proj": normal(TOKENS, WIDTH // 2, seed=22)}
+    assert explained(actual, expected, heads=HEADS, around=other) == "" or not words

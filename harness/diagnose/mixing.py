@@ -1,0 +1,142 @@
+"""How an attention weighed its keys: read back from what it mixed. Knows tensors; no taps, traces or limits.
+
+What an attention gives a token is a mean of its values. While there are fewer keys than features in a head, the weights
+can be solved for, so those of both sides can be held against each other: what a query saw, and how it weighed it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from harness.diagnose.matrix import Made, Matrix, odd_channels
+
+FIRST = 0.02
+"""Relative difference below which the first token of a head is its only value: so values are recognised."""
+FEW = 24
+"""Most tokens that are read back; a solution of more unknowns gathers roundings."""
+SEEN, UNSEEN = 0.03, 0.01
+"""A weight above the first is one; one below the second is none."""
+
+
+def mixed(matrix: Matrix) -> Made:
+    """Other weights of the same values: keys of the future, keys never seen, another scale of the softmax."""
+    if matrix.heads < 1 or matrix.actual.shape[1] % matrix.heads:
+        return
+    size = matrix.actual.shape[1] // matrix.heads
+    rows = min(len(matrix.actual) - 1, size * 3 // 4, FEW)
+    values = next((v for x in matrix.around.values() if (v := _values(matrix, x, size)) is not None), None)
+    if values is None or rows < 3:
+        return
+    due, held = (_weights(x, values, rows) for x in (matrix.expected, matrix.actual))
+    if due is None or held is None or float(due.diagonal(1, 1, 2).abs().max()) > SEEN:
+        return
+    tried = torch.arange(len(matrix.actual)) < rows
+    for words, weights in _readings(due, held):
+        changed = matrix.expected.clone()
+        changed[:rows] = torch.einsum("hts,hsd->thd", weights, values[:, : rows + 1]).flatten(1)
+        yield words, changed, tried
+    half = size // 2 - 1
+    otherwise = _weights(matrix.actual, values, half, every=2) if half >= 3 else None
+    if otherwise is not None:
+        changed = matrix.expected.clone()
+        changed[:half] = torch.einsum("hts,hsd->thd", otherwise, values[:, : half + 1]).flatten(1)
+        tried = (torch.arange(len(changed)) < half)[:, None] & odd_channels(matrix)
+        yield "the right values with other weights: queries, keys, their rotary angles, scale or mask", changed, tried
+
+
+def _values(matrix: Matrix, x: Tensor, size: int) -> Tensor | None:
+    """Return a tensor as values [H, T, D] if the first token of every head is its first value, and None otherwise.
+
+    Values lie in heads of their own, fewer than those of queries or as many: alone, at the end of a fused row, or at
+    the end of each head.
+    """
+    first = matrix.expected[0].reshape(matrix.heads, size)
+    for count in {h for h in range(1, matrix.heads + 1) if matrix.heads % h == 0}:
+        ways = [x[:, -count * size :].reshape(len(x), count, size)] if x.shape[1] >= count * size else []
+        if x.shape[1] % count == 0 and x.shape[1] // count > size:
+            ways.append(x.reshape(len(x), count, -1)[..., -size:])
+        for values in ways:
+            spread = values.repeat_interleave(matrix.heads // count, 1)
+            alike = torch.nn.functional.cosine_similarity(spread[0], first, dim=-1)
+            if bool((alike > 1 - FIRST**2).all()):
+                return spread.transpose(0, 1)
+    return None
+
+
+def _weights(core: Tensor, values: Tensor, rows: int, every: int = 1) -> Tensor | None:
+    """Return the weights [H, rows, rows + 1] that make a core of values, one key of the future included, or None.
+
+    They are fitted on every so many-th feature.
+    """
+    heads, _, size = values.shape
+    weights = torch.zeros(heads, rows, rows + 1, dtype=core.dtype)
+    for row in range(rows):
+        keys = values[:, : row + 2, ::every].transpose(1, 2)  # [H, D, keys]
+        target = core[row].reshape(heads, size, 1)[:, ::every]
+        found = torch.linalg.lstsq(keys, target).solution
+        if float((keys @ found - target).norm()) > 0.1 * float(target.norm()):
+            return None
+        weights[:, row, : row + 2] = found[..., 0]
+    return weights
+
+
+def _readings(due: Tensor, held: Tensor) -> list[tuple[str, Tensor]]:
+    """Return what the weights [H, T, S] that are held may mean beside those that are due."""
+    tokens, keys = due.shape[1:]
+    ahead = torch.arange(keys)[None] - torch.arange(tokens)[:, None]
+    found: list[tuple[str, Tensor]] = []
+    future, past = ahead == 1, ahead <= 0
+    if float(held[:, future].abs().median()) > UNSEEN and float(held[:, future].abs().max()) > SEEN:
+        extra = torch.where(future, held, torch.zeros(()))
+        kept = due * (1 - extra.sum(-1, keepdim=True)) + extra
+        found.append(("the values of one key of the future too: the causal mask", kept))
+    blind = (due > SEEN) & (held.abs() < UNSEEN)
+    for words, hidden in _hidden(ahead, blind):
+        kept = torch.where(hidden & past, torch.zeros(()), due)
+        found.append((words, _summing_to(kept, held)))
+    seen = (due.abs() < UNSEEN) & (held > SEEN) & past
+    if bool(seen.any()) and not bool(((due > SEEN) & seen.any(1, keepdim=True) & (held < UNSEEN)).any()):
+        nearest = int(-ahead.expand_as(seen)[seen].max())
+        extra = torch.where((ahead <= -nearest) & (due.abs() < UNSEEN), held, torch.zeros(()))
+        kept = due * (1 - extra.sum(-1, keepdim=True)) + extra
+        found.append((f"the values of keys {nearest} back and further too: a window that is wider or ignored", kept))
+    found += _sharper(due, held, past)
+    return found
+
+
+def _summing_to(weights: Tensor, held: Tensor) -> Tensor:
+    """Return weights that sum to what those that are held do: a sink may take the rest."""
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-9) * held.sum(-1, keepdim=True)
+
+
+def _hidden(ahead: Tensor, blind: Tensor) -> list[tuple[str, Tensor]]:
+    """Return rules that would hide keys from queries, where weights have vanished as they say."""
+    tokens, keys = ahead.shape
+    found: list[tuple[str, Tensor]] = []
+    first = (torch.arange(keys) == 0).expand(tokens, keys) & (ahead < 0)
+    if bool(blind[:, first].any()):
+        found.append(("the values of all keys but the first: the mask, or the start of a page", first))
+    if bool(blind[:, ahead == 0].any()):
+        found.append(("the values of all keys but each query's own: the mask's diagonal", ahead == 0))
+    far = [-int(a) for a in ahead.expand_as(blind)[blind & (ahead < 0)]]
+    if far:
+        found.append((f"the values of each query's last {min(far)} keys only: a window", ahead <= -min(far)))
+    return found
+
+
+def _sharper(due: Tensor, held: Tensor, past: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the scale of a softmax that would turn the weights that are due into those that are held."""
+    both = past & (due > UNSEEN) & (held > UNSEEN)
+    count = both.sum(-1, keepdim=True)
+    usable = both & (count >= 2)
+    if int(usable.sum()) < 8:
+        return []
+    a, e = (torch.where(usable, x.clamp(min=1e-12).log(), torch.zeros(())) for x in (held, due))
+    a, e = (torch.where(usable, x - x.sum(-1, keepdim=True) / count.clamp(min=1), torch.zeros(())) for x in (a, e))
+    scale = float((a * e).sum() / e.square().sum().clamp(min=1e-300))
+    if scale <= 0 or abs(scale - 1) < 1e-3:
+        return []
+    kept = torch.where(past, due.clamp(min=0) ** scale, torch.zeros(()))
+    kept = _summing_to(kept, held)
+    return [(f"the right values, weighed by a softmax of scores {scale:.4g} times as large: the softmax scale", kept)]
