@@ -6,7 +6,6 @@ error at the moment it is read. Names in an index are hostile: no shard may leav
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -17,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checkpoint.header import Header, HeaderError, Problem, TensorRef, dtype_bits, read_header, torch_dtype
+from harness.checkpoint.bulk import many_records
+from harness.checkpoint.folder import Contents, read_folder, read_json, read_single
+from harness.checkpoint.header import Header, Problem, TensorRef, dtype_bits, torch_dtype
 from harness.errors import CheckpointError, nearest
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-MAX_INDEX_BYTES = 1_000_000_000
+CONFIG = "config.json"
 FULL_DIGEST_BYTES = 1 << 30
 _SAMPLE_BYTES = 4096
 _CHUNK_BYTES = 1 << 22
@@ -38,6 +37,8 @@ class Checkpoint:
     headers: Mapping[str, Header]
     config: Mapping[str, Any] = field(default_factory=dict)
     index: bytes = b""
+    known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was worked out from headers once, by who worked it out."""
 
     @property
     def nbytes(self) -> int:
@@ -117,173 +118,37 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         CheckpointError: there is nothing there that could be a checkpoint.
     """
     path = Path(path).resolve()
-    if path.is_file() and path.suffix == ".safetensors":
-        return _assemble(path.parent, [path.name], None, b"", [])
-    if not path.is_dir():
-        raise CheckpointError(f"expected a checkpoint folder, found nothing at {path}; check the path")
-    present = sorted(p.name for p in path.glob("*.safetensors"))
-    problems: list[Problem] = []
-    if (path / INDEX).is_file():
-        index, raw = _read_index(path / INDEX, problems)
-        return _assemble(path, present, index, raw, problems)
-    if not present:
-        raise CheckpointError(f"expected {SINGLE} or {INDEX} in {path}, found neither; only safetensors are read")
-    shards = [SINGLE] if SINGLE in present else present
-    if len(shards) > 1:
-        found = f"{len(present)} files without an index"
-        problems.append(Problem(kind="missing_index", name="", file=INDEX, expected=INDEX, found=found))
-    checkpoint = _assemble(path, shards, None, b"", problems)
-    strays = list(checkpoint.problems)
-    _find_strays(path, [f for f in present if f not in shards], checkpoint.tensors, strays)
-    return dataclasses.replace(checkpoint, problems=tuple(strays))
-
-
-def _read_index(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], bytes]:
-    """Read the index. One that is no index at all is an error; entries that are wrong become problems."""
-    if path.stat().st_size > MAX_INDEX_BYTES:
-        raise CheckpointError(f"expected an index of at most {MAX_INDEX_BYTES} bytes, found more at {path}")
-    raw = path.read_bytes()
-    duplicates: list[str] = []
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in result:
-                duplicates.append(key)
-            result[key] = value
-        return result
-
-    try:
-        index = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"expected a JSON index at {path}, found: {str(error)[:200]}; fetch it again") from None
-    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
-        raise CheckpointError(f"expected an object with a weight_map at {path}, found none; fetch it again")
-    for key in duplicates:
-        problems.append(Problem(kind="duplicate_key", name=key, file=path.name, expected="the key once", found="twice"))
-    return index, raw
-
-
-def _safe_file(folder: Path, name: Any) -> str:
-    """Return why a shard name must not be opened, or an empty string."""
-    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
-        return "a plain file name"
-    target = folder / name
-    if Path(name).is_absolute() or Path(name).name != name:
-        return "a file name without folders"
-    if target.is_symlink():
-        # A download cache keeps `snapshots/<revision>/<name>` as links into its own `blobs`; nothing else may leave.
-        resolved = target.resolve()
-        blobs = folder.parent.parent / "blobs"
-        if resolved.parent not in (folder, blobs):
-            return "a link that stays inside the folder"
-    if target.exists() and not target.is_file():
-        return "a regular file"
-    return ""
-
-
-def _try_header(
-    folder: Path, file: str, problems: list[Problem], headers: dict[str, Header]
-) -> Mapping[str, TensorRef]:
-    unsafe = _safe_file(folder, file)
-    if unsafe:
-        problems.append(
-            Problem(kind="unsafe_name", name="", file=str(file)[:200], expected=unsafe, found=repr(file)[:200])
-        )
-        return {}
-    if not (folder / file).is_file():
-        problems.append(
-            Problem(kind="missing_shard", name="", file=file, expected="the shard on disk", found="no file")
-        )
-        return {}
-    try:
-        headers[file] = read_header(folder / file, file)
-    except HeaderError as error:
-        problems.extend(error.problems)
-        return {}
-    problems.extend(headers[file].problems)
-    return headers[file].tensors
-
-
-def _assemble(
-    folder: Path,
-    present: list[str],
-    index: dict[str, Any] | None,
-    raw: bytes,
-    problems: list[Problem],
-) -> Checkpoint:
-    headers: dict[str, Header] = {}
-    tensors: dict[str, TensorRef] = {}
-    if index is None:
-        for file in present:
-            for name, ref in _try_header(folder, file, problems, headers).items():
-                if name in tensors:
-                    expected, found = f"only in {tensors[name].file}", f"in {file} too"
-                    problems.append(
-                        Problem(kind="duplicate_tensor", name=name, file=file, expected=expected, found=found)
-                    )
-                tensors.setdefault(name, ref)
-    else:
-        tensors = _indexed(folder, index, problems, headers)
-        named = {str(f) for f in index["weight_map"].values()}
-        _find_strays(folder, [f for f in present if f not in named], tensors, problems)
+    with many_records():
+        if path.is_file() and path.suffix == ".safetensors":
+            contents = read_single(path)
+        elif path.is_dir():
+            contents = read_folder(path)
+        else:
+            raise CheckpointError(f"expected a checkpoint folder, found nothing at {path}; check the path")
+        config = _config(contents)
     return Checkpoint(
-        path=folder, tensors=tensors, problems=tuple(problems), headers=headers, config=_config(folder), index=raw
+        path=contents.folder,
+        tensors=contents.tensors,
+        problems=tuple(contents.problems),
+        headers=contents.headers,
+        config=config,
+        index=contents.index,
     )
 
 
-def _indexed(
-    folder: Path, index: dict[str, Any], problems: list[Problem], headers: dict[str, Header]
-) -> dict[str, TensorRef]:
-    """Hold the index against the headers of the shards that it names."""
-    weight_map: dict[str, Any] = index["weight_map"]
-    shards = {f: _try_header(folder, f, problems, headers) for f in sorted({str(f) for f in weight_map.values()})}
-    owner = {name: file for file, refs in shards.items() for name in refs}
-    tensors = {}
-    for name, file in weight_map.items():
-        ref = shards[str(file)].get(name)
-        if ref is not None:
-            tensors[name] = ref
-        elif str(file) in headers:
-            found = f"in {owner[name]}" if name in owner else "in no shard"
-            expected = f"in {file}, as the index says"
-            problems.append(Problem(kind="not_in_shard", name=name, file=str(file), expected=expected, found=found))
-        else:
-            expected = f"in {file}, as the index says"
-            problems.append(Problem(kind="unreadable", name=name, file=str(file), expected=expected, found="no header"))
-    for file, refs in shards.items():
-        for name in refs:
-            if name not in weight_map:
-                found = "no entry"
-                problems.append(Problem(kind="not_in_index", name=name, file=file, expected="an entry", found=found))
-            elif weight_map[name] != file and name in tensors:
-                expected, found = f"only in {weight_map[name]}", f"in {file} too"
-                problems.append(Problem(kind="duplicate_tensor", name=name, file=file, expected=expected, found=found))
-    metadata = index.get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    size = sum(ref.nbytes for ref in tensors.values())
-    if total is not None and total != size and all(f in headers for f in shards):
-        found = f"{size} bytes in the headers"
-        problems.append(
-            Problem(kind="total_size", name="", file=INDEX, expected=f"{str(total)[:40]} bytes", found=found)
-        )
-    return tensors
-
-
-def _find_strays(folder: Path, names: list[str], tensors: Mapping[str, TensorRef], problems: list[Problem]) -> None:
-    """Name the files that nothing refers to; one that repeats tensors can be loaded instead of the indexed ones."""
-    for file in names:
-        found_there: Mapping[str, TensorRef] = _try_header(folder, file, [], {})
-        again = sorted(set(found_there) & set(tensors))
-        kind = "shadowing_shard" if again else "stray_shard"
-        found = f"a file with {len(again)} tensors of the checkpoint again" if again else "a file that nothing names"
-        name = again[0] if again else ""
-        problems.append(Problem(kind=kind, name=name, file=file, expected="only the shards of the index", found=found))
-
-
-def _config(folder: Path) -> Mapping[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError, RecursionError):
+def _config(contents: Contents) -> Mapping[str, Any]:
+    """Read the configuration; an empty one where there is none, or where it is no JSON object."""
+    path = contents.folder / CONFIG
+    if not path.exists() and not path.is_symlink():
         return {}
-    return config if isinstance(config, dict) else {}
+    try:
+        config, twice = read_json(path)
+    except (OSError, ValueError) as error:
+        contents.add("bad_config", "a JSON object", str(error)[:200], file=CONFIG)
+        return {}
+    for key in twice:
+        contents.add("duplicate_key", f"the key {key!r} once", "twice", file=CONFIG, severity="warning")
+    if not isinstance(config, dict):
+        contents.add("bad_config", "a JSON object", type(config).__name__, file=CONFIG)
+        return {}
+    return config

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_AXES = 32
+_BYTES_A_MARK = {b"{": 24, b"[": 12, b",": 6}
+"""Fewest bytes of a true header for each of these, on average: denser text is built to fill memory when parsed."""
 
 _DTYPES: dict[str, tuple[int, torch.dtype]] = {
     "BOOL": (8, torch.bool),
@@ -74,13 +77,24 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing in which a checkpoint is not what it says. `name` is a tensor, a file or empty."""
+    """One thing in which a checkpoint is not what it says. `name` is a tensor, a file or empty.
+
+    `severity`: error (it is wrong), warning (nobody makes it so on purpose), note (worth knowing, and why it is right).
+    `offset` is the byte of `file` where the tensor begins, where one is known.
+    """
 
     kind: str
     name: str
     file: str
     expected: str
     found: str
+    severity: str = "error"
+    offset: int | None = None
+
+    @property
+    def message(self) -> str:
+        """The two halves as one sentence."""
+        return f"expected {self.expected}, found {self.found}"
 
 
 class HeaderError(Exception):
@@ -133,6 +147,8 @@ def read_header(path: Path, file: str) -> Header:
         if length > file_bytes - 8:
             raise refuse("truncated_header", f"a header of {length} bytes", f"{file_bytes - 8} bytes after its length")
         raw = stream.read(length)
+    if reason := crowded(raw):
+        raise refuse("bad_header", "the text of a header", reason)
     try:
         entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -143,9 +159,18 @@ def read_header(path: Path, file: str) -> Header:
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise refuse("bad_header", "__metadata__ of strings", type(metadata).__name__)
-    tensors = {name: _entry(name, entry, file=file, data_start=8 + length) for name, entry in entries.items()}
+    tensors = _entries(entries, file=file, data_start=8 + length)
     problems = _tiling_problems(tensors, file=file, data_start=8 + length, file_bytes=file_bytes)
     return Header(tensors=tensors, metadata=metadata, problems=problems, raw=raw, file_bytes=file_bytes)
+
+
+def crowded(raw: bytes) -> str:
+    """Return why a text must not be parsed: so many values in so few bytes that they would fill memory; else empty."""
+    for mark, each in _BYTES_A_MARK.items():
+        count = raw.count(mark)
+        if count * each > len(raw) + (1 << 16):
+            return f"{count} of {mark.decode()!r} in {len(raw)} bytes"
+    return ""
 
 
 class _DuplicateKey(ValueError):
@@ -176,44 +201,92 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _entry(name: str, entry: Any, *, file: str, data_start: int) -> TensorRef:
+_UNKNOWN: tuple[tuple[int, ...], int] = ((), -1)
+
+
+def _entries(entries: Mapping[str, Any], *, file: str, data_start: int) -> dict[str, TensorRef]:
+    """Check every entry. Shapes come in few kinds, so that each is checked, counted and kept once."""
+    tensors: dict[str, TensorRef] = {}
+    sizes: dict[tuple[Any, ...], tuple[tuple[int, ...], int]] = {}
+    for name, entry in entries.items():
+        try:
+            dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+            begin, end = offsets
+            key = (dtype, *shape)
+            kept, size = sizes.get(key, _UNKNOWN)
+            # True and 1.0 are equal to 1 as keys: the types are checked each time.
+            known = size == end - begin and len(entry) == 3 and {int}.issuperset(map(type, (begin, end, *shape)))
+        except (TypeError, ValueError, KeyError):
+            known = False
+        if not known or begin < 0 or end >= 2**63:
+            kept, begin, end = _checked(name, entry, file=file)
+            sizes[(entry["dtype"], *kept)] = (kept, end - begin)
+        tensors[name] = TensorRef(
+            name=name, dtype=entry["dtype"], shape=kept, file=file, begin=data_start + begin, end=data_start + end
+        )
+    return tensors
+
+
+def _checked(name: str, entry: Any, *, file: str) -> tuple[tuple[int, ...], int, int]:
+    """Return the shape and offsets of one entry.
+
+    Raises:
+        HeaderError: it is no entry, or its offsets are not those of its shape.
+    """
+
     def refuse(expected: str, found: str, kind: str = "bad_entry") -> HeaderError:
         return HeaderError([Problem(kind=kind, name=name, file=file, expected=expected, found=found[:200])])
 
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise refuse("an object of dtype, shape and data_offsets", repr(entry))
+        raise refuse("an object of dtype, shape and data_offsets", _told(entry))
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise refuse(f"a dtype among {' '.join(sorted(_DTYPES))}", repr(dtype), "unknown_dtype")
+        raise refuse(f"a dtype among {' '.join(sorted(_DTYPES))}", _told(dtype), "unknown_dtype")
     if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(_is_size(s) for s in shape):
-        raise refuse("a shape of non-negative integers", repr(shape))
+        raise refuse("a shape of non-negative integers", _told(shape))
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(o) for o in offsets):
-        raise refuse("two non-negative data offsets", repr(offsets))
+        raise refuse("two non-negative data offsets", _told(offsets))
     begin, end = offsets
     bits = _product(tuple(shape)) * dtype_bits(dtype)
     if bits % 8 or end - begin != bits // 8:
-        expected = f"{bits / 8:g} bytes for {dtype} {shape}"
+        expected = f"{bits // 8} bytes for {dtype} {shape}"
         raise refuse(expected, f"data_offsets of {end - begin} bytes", "size_mismatch")
-    return TensorRef(
-        name=name, dtype=dtype, shape=tuple(shape), file=file, begin=data_start + begin, end=data_start + end
-    )
+    return tuple(shape), begin, end
+
+
+def _told(value: Any) -> str:
+    """Show a value from outside; a number of thousands of digits cannot be shown."""
+    try:
+        return repr(value)[:200]
+    except ValueError:
+        return f"a {type(value).__name__} too long to show"
 
 
 def _tiling_problems(
     tensors: Mapping[str, TensorRef], *, file: str, data_start: int, file_bytes: int
 ) -> tuple[Problem, ...]:
     """Check that the tensors tile the data section. A short file leaves the tensors before its end usable."""
-    problems, position = [], data_start
-    for ref in sorted(tensors.values(), key=lambda r: (r.begin, r.end)):
+    problems, position, refs = [], data_start, list(tensors.values())
+    if any(a.end != b.begin for a, b in pairwise(refs)):
+        refs.sort(key=lambda r: (r.begin, r.end))
+    for ref in refs:
         if ref.begin != position:
             kind = "overlap" if ref.begin < position else "hole"
             expected, found = f"begin at byte {position}", f"begin at byte {ref.begin}"
-            raise HeaderError([Problem(kind=kind, name=ref.name, file=file, expected=expected, found=found)])
+            raise HeaderError(
+                [Problem(kind=kind, name=ref.name, file=file, expected=expected, found=found, offset=ref.begin)]
+            )
         position = ref.end
         if ref.end > file_bytes:
             expected, found = f"data up to byte {ref.end}", f"a file of {file_bytes} bytes"
-            problems.append(Problem(kind="truncated", name=ref.name, file=file, expected=expected, found=found))
+            problems.append(
+                Problem(
+                    kind="truncated", name=ref.name, file=file, expected=expected, found=found, offset=ref.begin
+                )
+            )  # fmt: skip
     if position < file_bytes:
         expected, found = f"a file of {position} bytes", f"{file_bytes} bytes"
-        problems.append(Problem(kind="trailing_bytes", name="", file=file, expected=expected, found=found))
+        problems.append(
+            Problem(kind="trailing_bytes", name="", file=file, expected=expected, found=found, offset=position)
+        )
     return tuple(problems)
