@@ -16,6 +16,8 @@ _BLOCK = 16
 """Columns that share a scale in every block format that is known (16, 32, 128) share it in blocks of 16 too."""
 _SORTED = 1 << 24
 """Elements up to which a wrong weight is worth a sort."""
+_ROUNDED = 0.99
+"""Likeness of wrong values to the right ones above which they are the same, rounded: four bits reach 0.995."""
 _FEW = 16
 """Wrong elements below which they show no pattern."""
 
@@ -144,13 +146,18 @@ def pattern_of(*, actual: Tensor, expected: Tensor) -> str:
     if a.numel() <= _SORTED and torch.equal(a.flatten().sort().values, rounded.flatten().sort().values):
         return "the checkpoint's values in another order: a permutation or transposition"
     likeness = float(held @ due / (held.norm() * due.norm()).clamp(min=1e-300))
+    if likeness > _ROUNDED:
+        off = float((held - due).norm() / due.norm())
+        return f"the checkpoint's values{where}, each off by about {off:.2g}: rounded through a narrower format"
     return f"values unlike the checkpoint's{where}: another tensor's, or first random ones" if likeness < 0.2 else ""
 
 
 def _factor(held: Tensor, due: Tensor) -> float | None:
     """Return the one factor between two vectors, if there is one."""
     factor = float(held @ due / (due @ due).clamp(min=1e-300))
-    return factor if factor and float((held - factor * due).norm()) <= 0.02 * float(held.norm()) else None
+    left = float((held - factor * due).norm())
+    explains = left <= 0.5 * float((held - due).norm())  # of what was rounded, a factor explains nothing
+    return factor if factor and explains and left <= 0.02 * float(held.norm()) else None
 
 
 def _scaled_by_block(a: Tensor, e: Tensor) -> bool:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from harness.diagnose.held import held, joined
 from harness.types import Measurement
 
 ACCUMULATED = frozenset({
@@ -62,6 +63,12 @@ DIRECT = {
     "decision_size_mismatches": "another number of items is chosen: k, the padding of short rows, or repeated ids",
     "decision_outside_valid": "items are chosen that are not allowed: the causal limit, a mask, or ids out of range",
 }  # fmt: skip
+
+STRUCTURE = {
+    "bias_beyond_noise": "no larger than rounding, but always to the same side: a bias, or a rounding mode",
+    "growth_beyond_noise": "no larger than rounding, but it begins or grows on the way: positions, a state, or a page",
+}
+"""What an error's structure means where its size alone would pass."""
 
 AT = {
     "endpoint.stream": "a stream does not join to the answer in one piece: tokens decoded alone split characters",
@@ -120,6 +127,12 @@ SLICES = {
     "position": "only some positions: rotary angles, the mask, a window, or a page or chunk edge",
     "channel": "some channels only: a block scale, a bias, a permutation, or a partial sum",
     "token": "only some tokens: outliers, a clamp, padding, or an edge that they sit on",
+    "row": "only some rows of a picture: its grid, its resizing, or the order of its patches",
+    "column": "only some columns of a picture: its grid, its resizing, or the order of its patches",
+    "picture": "only some pictures: bounds between them, or their order",
+    "call": "only some calls of a request: a chunk, a step, or what is kept between them",
+    "shard": "only some shares of a split: a rank's own slice",
+    "stride": "only every so many-th token: a tile, a vector width, or a block of a kernel",
 }
 """What it means when slices fail and the whole does not, the most telling first."""
 
@@ -176,6 +189,9 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
     part = [m for m in scaled if m.where.get("slice") == "expert"] or _heads_alone(scaled)
     if part or (scaled and "error_ratio" not in metrics):
         return _scaled(part or scaled)
+    shape = next((STRUCTURE[m.metric] for m in failing if m.metric in STRUCTURE), "")
+    if "error_ratio" not in metrics and shape:
+        return shape
     if "error_ratio" not in metrics:
         return f"{failing[0].metric.replace('_', ' ')}: outside what was promised"
     return _slices(tap, failing)
@@ -183,8 +199,12 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
 
 def _direct(m: Measurement) -> str:
     """Return what a metric that names its own cause says: of the very values, of its subject, or in general."""
-    pattern = m.detail.get("pattern")
-    return f"memory holds {pattern}" if pattern else AT.get(m.subject, DIRECT[m.metric])
+    pattern = held(m.detail) or (joined(m.detail) if m.metric == "provenance_mismatches" else "")
+    if pattern:
+        return f"memory holds {pattern}"
+    if m.metric == "weight_mismatches" and m.detail.get("source") and m.detail.get("match") == "content":
+        return f"memory holds other values where {m.detail['source']} belongs: a scale, a decoder, or never written"
+    return AT.get(m.subject, DIRECT[m.metric])
 
 
 def _missing(m: Measurement) -> str:

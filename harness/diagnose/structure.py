@@ -25,7 +25,9 @@ LOUD, QUIET = 4.0, 2.0
 """Token errors in units of honest ones: above the first a token is wrong, below the second it is right."""
 JUMP = 4.0
 """An error that begins at less than one part in this of its usual size has grown; otherwise it has begun."""
-VALUES = frozenset({"error_ratio", "slope_beyond_noise", "exact_mismatches"})
+VALUES = frozenset({
+    "error_ratio", "slope_beyond_noise", "exact_mismatches", "bias_beyond_noise", "growth_beyond_noise"
+})  # fmt: skip
 CHOICES = frozenset({
     "decision_margin_z", "decision_flips_excess", "decision_size_mismatches", "decision_outside_valid"
 })  # fmt: skip

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from harness.diagnose import explain
-from harness.diagnose.causes import ACCUMULATED, DIRECT
+from harness.diagnose.causes import ACCUMULATED, DIRECT, STRUCTURE
 from harness.metrics.names import METRICS
 from harness.types import Criterion, Measurement
 
@@ -199,6 +199,7 @@ def test_the_rest_is_counted():
 def test_the_table_of_causes_is_complete():
     """Each known metric has its own cause, or is told by its pattern; the table speaks of no other."""
     patterns = {"error_ratio", "exact_mismatches", "decision_margin_z", "decision_flips_excess", "slope_beyond_noise"}
+    patterns |= set(STRUCTURE)
     assert set(DIRECT) <= set(METRICS)
     assert set(METRICS) - set(DIRECT) - ACCUMULATED - patterns == set()
 
@@ -208,3 +209,23 @@ def test_an_unknown_metric_has_a_sentence_too():
     criterion, measurement = pair("layers.1.attn", 5.0)
     odd = dataclasses.replace(measurement, metric="something_new")
     assert "something new: outside what was promised" in found((criterion, odd))[0].cause
+
+
+OWN = "layers.1.attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("detail", "words"),
+    [
+        ({"order": '{"how": "permute(1, 0)"}', "source": OWN}, "axes exchanged"),
+        ({"order": '{"stride": 1, "streams": [[["a.weight", 0, 64]]]}', "source": OWN}, "a.weight, another tensor"),
+        ({"order": f'{{"stride": 2, "streams": [[["{OWN}", 0, 8]]]}}', "source": OWN}, "its own rows in another order"),
+        ({"order": '{"stride": 1, "streams": [[["up", 0, 8], ["gate", 0, 8]]]}', "source": ""}, "rows of up, gate, in"),
+        ({"order": '{"stride": 2, "streams": [[["gate", 0, 8]], [["up", 0, 8]]]}', "source": ""}, "by turns"),
+        ({"order": "", "source": OWN}, "from another tensor"),
+    ],
+)
+def test_what_memory_holds_is_told_from_the_order_of_its_rows(detail, words):
+    """A transposition, another tensor, rows in another order and a fused weight's parts are told apart."""
+    found_ = found(pair(OWN, 1.0, metric="provenance_mismatches", detail=detail))
+    assert words in found_[0].cause
