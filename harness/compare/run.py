@@ -16,7 +16,9 @@ from harness.compare.exact import compare_exact
 from harness.compare.isolation import not_isolated
 from harness.compare.logits import compare_logits
 from harness.compare.sides import Sides, sides_of
+from harness.compare.slices import further_slices, grid_of, rank_slices
 from harness.compare.slopes import Slope, expert_slopes, parts_of, slopes_of
+from harness.compare.structure import Effect, effects_of, token_ratios
 from harness.compare.subject import Scene, Views, measured, number, problem, promised, shapes_differ
 from harness.compare.values import error_ratios, median_ratio
 from harness.taps import DECISION_KINDS, EXACT_KINDS, level_of
@@ -24,6 +26,8 @@ from harness.types import Failure, Measurement, Run, Scope, Tap, Trace
 
 BUCKETS = 8
 """Position buckets by default; a run's option `buckets` overrides it."""
+AGAIN = ("error_ratio", "slope_beyond_noise", "bias_beyond_noise", "growth_beyond_noise")
+"""Metrics of a unit's values, taken again without a factor that was moved within it."""
 _MANDATORY = re.compile(r"layers\.\d+|vision\.blocks\.\d+|vision\.merger|embed|merged|logits|inputs\.token_ids")
 
 
@@ -98,7 +102,7 @@ def _without_moved_factors(
         scaled = _values(scene, replace(view, accel=view.accel.to(torch.float64) / factor), decisions)
         message = f"judged without a factor of {factor:.4g}, whose inverse stands beside it"
         again[name] = [replace(m, detail={**m.detail, "message": message}) for m in scaled]
-    kept = [m for m in found if m.subject not in factors or m.metric not in ("error_ratio", "slope_beyond_noise")]
+    kept = [m for m in found if m.subject not in factors or m.metric not in AGAIN]
     return [*kept, *(m for measurements in again.values() for m in measurements)]
 
 
@@ -170,12 +174,22 @@ def _values(scene: Scene, views: Views, decisions: Mapping[str, Decision]) -> li
         token=sides.errors.error[0], channel=sides.channel, floor=sides.floor, heads=sides.heads, tokens=sides.tokens,
         rows=sides.rows, buckets=buckets,
     )  # fmt: skip
+    total, width = views.oracle.numel() // sides.expected.shape[1], sides.expected.shape[1]
+    if sides.tokens:
+        ratios += rank_slices(
+            ranks=scene.run.layout.tp, rows=len(sides.rows), channel=sides.channel, floor=sides.floor.channel
+        )
+        ratios += further_slices(
+            run=scene.run, tap=sides.tap, rows=sides.rows, total=total, width=width, token=token_ratios(sides),
+            grid=grid_of(scene.oracle),
+        )  # fmt: skip
     found = [number(scene, sides.tap, "error_ratio", r.value, r.n, **_slice(r.slice, r.at)) for r in ratios]
     if not sides.tokens or sides.tap.kind != "hidden":
         return found
+    found += [_effect(scene, sides.tap, e) for e in effects_of(sides)]
     slopes = slopes_of(sides, buckets=buckets)
     parts = parts_of(scene.oracle, sides.tap.name)
-    if parts is not None and len(parts[0]) == views.oracle.numel() // sides.expected.shape[1]:
+    if parts is not None and len(parts[0]) == total:
         slopes += expert_slopes(sides, parts=parts[0], owner=parts[1])
     return found + [_slope(scene, sides.tap, s) for s in slopes]
 
@@ -183,6 +197,12 @@ def _values(scene: Scene, views: Views, decisions: Mapping[str, Decision]) -> li
 def _slope(scene: Scene, tap: Tap, slope: Slope) -> Measurement:
     told = number(scene, tap, "slope_beyond_noise", slope.beyond, slope.n, **_slice(slope.slice, slope.at))
     return replace(told, detail={"slope": slope.value, "standard_error": slope.error})
+
+
+def _effect(scene: Scene, tap: Tap, effect: Effect) -> Measurement:
+    detail = {"effect": effect.value, **({"message": effect.says} if effect.beyond else {})}
+    told = number(scene, tap, effect.metric, effect.beyond, effect.n, **_slice(effect.slice, effect.at))
+    return replace(told, detail=detail)
 
 
 def _slice(name: str, at: object) -> dict[str, object]:

@@ -39,6 +39,8 @@ METRICS: Mapping[str, str] = {
     "input_rel_rms_error": "ratio",
     "error_ratio": "ratio",
     "slope_beyond_noise": "ratio",
+    "bias_beyond_noise": "ratio",
+    "growth_beyond_noise": "ratio",
     "accumulated_ratio": "ratio",
     "logits_kl_ratio": "ratio",
     "kl_nats_per_token": "nats/token",
