@@ -203,7 +203,7 @@ class Campaign:
 
     def _record_reference(self, jobs: Sequence[Job], *, keep: bool) -> int:
         done = 0
-        for role, roles in (("oracle", ("oracle",)), ("floor", ("floor", "floor_j1", "floor_j2"))):
+        for role, roles in (("oracle", ("oracle",)), ("floor", FLOORS)):
             wanted = Schedule(jobs=tuple(jobs), folders={}).of(*roles)
             wanted.sort(key=lambda j: (j.run.dtype != "", roles.index(j.role)))
             todo = [j for j in wanted if not (keep and is_current(j.folder, j.run, j.setup))]

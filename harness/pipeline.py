@@ -16,13 +16,13 @@ from harness.evidence import environment, exercised, not_covered, practice_evide
 from harness.golden import Carried
 from harness.plan import (
     Plan,
+    declared,
     make_plan,
     make_sessions,
     make_setups,
     out_of_scope,
     refused,
     widest_port,
-    with_precision,
 )
 from harness.record import Session
 from harness.report.render import render
@@ -158,8 +158,8 @@ def _described_plan(
     chosen = None
     if stand_in:
         try:
-            declared = with_precision(from_json(Scope, port["scope"]), config).precision
-            chosen = chosen_reference(carried, checkpoint, setups["accel"].dtype, declared)
+            precision = declared(from_json(Scope, port["scope"]), config.accel.precision).precision
+            chosen = chosen_reference(carried, checkpoint, setups["accel"].dtype, precision)
             answer = chosen.described
         except UsageError:
             if "failure" not in answer:

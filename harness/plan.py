@@ -138,7 +138,7 @@ def make_plan(
     """Decide scope, cases and runs. Raises NothingToVerify where no asked stage is in scope, CheckpointError."""
     info = read_model_info(checkpoint)
     claimed = from_json(Scope, described["accel"]["scope"])
-    scope = with_precision(config.scope.apply(claimed), config)
+    scope = declared(config.scope.apply(claimed), config.accel.precision)
     setups = _floor_as_declared(make_setups(config, carried), scope, described["reference"]["capabilities"], carried)
     capable = frozenset(described["accel"]["capabilities"])
     context = StageContext(
@@ -187,18 +187,18 @@ def make_plan(
     )
 
 
-def with_precision(scope: Scope, config: Config) -> Scope:
-    """Return a scope with what the user declared of the port's numbers put over its own words.
+def declared(scope: Scope, words: Mapping[str, str]) -> Scope:
+    """Return a scope with what the user declares of the port's numbers put over its own words.
 
     A port that holds numbers in narrower formats has no float32 run that could be judged more sharply.
     Raises SpecError for a word that is not in the language.
     """
-    declared = parse_precision({**scope.precision, **config.accel.precision}).words()
-    if not declared:
+    precision = parse_precision({**scope.precision, **words}).words()
+    if not precision:
         return replace(scope, precision={})
-    words = ", ".join(f"{key} {value}" for key, value in declared.items() if key != "keep")
-    off = {**scope.off, "float32": f"the port declares {words}; it computes so in every dtype"}
-    return replace(scope, precision=declared, precisions=(), off=off)
+    told = ", ".join(f"{key} {value}" for key, value in precision.items() if key != "keep")
+    off = {**scope.off, "float32": f"the port declares {told}; it computes so in every dtype"}
+    return replace(scope, precision=precision, precisions=(), off=off)
 
 
 def _floor_as_declared(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.adapter import Inputs, Recorder, Rounding, TokenIds, Weight, silent
+from harness.adapters.held import multiplied_out
 from harness.adapters.hooks import Float64Islands, Taps
 from harness.adapters.images import Pictures, PixelFormat, find_layout, pictures, pixel_format, placed
 from harness.adapters.scope import CACHES, arguments_of, compile_layers, layers_only, scope_of
@@ -178,12 +179,15 @@ class ModuleAdapter:
     # --- weights ---
 
     def weights(self) -> Iterator[Weight]:
-        """Yield every parameter and persistent buffer under the module's own names, tied ones once for each name."""
+        """Yield every parameter and persistent buffer under the module's own names, tied ones once for each name.
+
+        Codes with a scale beside them are multiplied out.
+        """
         loaded = self._ready()
         from harness.checkpoint import open_checkpoint
 
         stored = open_checkpoint(self.checkpoint).tensors
-        for name, value in loaded.module.state_dict().items():
+        for name, value in multiplied_out(loaded.module.state_dict(), stored):
             yield Weight(name=name, tensor=value, checkpoint=name if name in stored else "")
 
     def tables(self) -> Iterator[tuple[str, Tensor]]:

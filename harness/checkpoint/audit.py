@@ -21,8 +21,10 @@ from harness.adapter import Weight
 from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.content import Pending, explain
 from harness.checkpoint.formats import Logical, decode, logical_tensors
+from harness.checkpoint.near import Near, beyond_a_step
 from harness.checkpoint.values import Difference, difference, nonfinite, pattern_of, rounded_digests
 from harness.errors import CheckpointError
+from harness.precision.scheme import Precision
 
 _DERIVED = re.compile(r"(^|[._])(inv_freq|position_ids|cos_cached|sin_cached|num_batches_tracked|causal_mask)\b")
 _VISION = re.compile(r"(^|\.)(visual|vision\w*|image\w*|multi_modal_projector|mm_projector|patch_embed\w*)(\.|$)")
@@ -74,6 +76,7 @@ class _Audit:
     suffixes: dict[str, str | None]
     owners: dict[str, str]
     float32_is_rare: bool
+    near: Near | None = None
     facts: list[WeightFact] = field(default_factory=list)
     pending: list[tuple[int, Pending]] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
@@ -82,11 +85,17 @@ class _Audit:
 
 
 def audit_weights(
-    checkpoint: Checkpoint, weights: Iterable[Weight], *, tied: bool, dtype: torch.dtype | str
+    checkpoint: Checkpoint,
+    weights: Iterable[Weight],
+    *,
+    tied: bool,
+    dtype: torch.dtype | str,
+    declared: Precision | None = None,
 ) -> dict[str, Any]:
     """Compare every weight that memory holds with the checkpoint, and say what was never used or never filled.
 
-    `tied`: the configuration says that the output head is the embedding. `dtype` is the port's declared precision.
+    `tied`: the configuration says that the output head is the embedding. `dtype` is the port's.
+    `declared`: what it declares beside it; a weight in a declared format may lie within its step of the checkpoint's.
     Weights are consumed one at a time and not kept.
 
     Returns:
@@ -100,6 +109,7 @@ def audit_weights(
         suffixes=_suffix_index(logicals),
         owners=owners,
         float32_is_rare=_float32_is_rare(checkpoint),
+        near=Near(checkpoint, logicals.values(), declared) if declared is not None and declared.weights else None,
     )
     for weight in weights:
         _take(audit, weight)
@@ -163,6 +173,7 @@ def _take(audit: _Audit, weight: Weight) -> None:
         fact, settled = _by_name(audit, fact, held, source, certain)
     audit.facts.append(fact)
     if not settled and held.numel():
+        held = audit.near.restored(weight.name, held) if audit.near is not None else held
         audit.pending.append((len(audit.facts) - 1, Pending.of(held)))
 
 
@@ -186,6 +197,8 @@ def _by_name(audit: _Audit, fact: WeightFact, held: Tensor, source: str, certain
     # Two scales may be multiplied in either order; every other format has one rounding and no freedom.
     slack = 2 if logical.format.startswith("nvfp4") else 0
     diff = difference(actual=held, expected=expected, slack_roundings=slack)
+    if diff.mismatches and audit.near is not None:
+        diff = _within_a_step(audit.near, fact.name, diff, held, expected)
     if diff.mismatches and not certain:
         return fact, False
     narrow = held.is_floating_point() and held.element_size() < 4
@@ -201,6 +214,15 @@ def _by_name(audit: _Audit, fact: WeightFact, held: Tensor, source: str, certain
         audit.used.add(source)
         return fact, True
     return fact, False
+
+
+def _within_a_step(near: Near, name: str, diff: Difference, held: Tensor, expected: Tensor) -> Difference:
+    """Return a difference of which only what lies beyond a step of the declared format counts."""
+    scheme = near.declared.weights
+    if scheme is None or near.declared.keeps(name) or diff.how != "same" or not held.is_floating_point():
+        return diff
+    count = int(beyond_a_step(held, expected, scheme).sum())
+    return dataclasses.replace(diff, mismatches=count) if count else Difference(how="same", mismatches=0)
 
 
 def _with_difference(fact: WeightFact, diff: Difference, held: Tensor) -> WeightFact:

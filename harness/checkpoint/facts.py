@@ -15,6 +15,7 @@ from harness.checkpoint.container import Checkpoint, open_checkpoint
 from harness.checkpoint.formats import format_problems, logical_tensors
 from harness.checkpoint.plan import planned_bytes
 from harness.errors import CheckpointError
+from harness.precision.scheme import Precision
 from harness.types import as_json
 
 
@@ -41,14 +42,16 @@ def checkpoint_facts(path: Path | str) -> dict[str, Any]:
     }
 
 
-def audit_facts(path: Path | str, weights: Iterable[Weight], dtype: torch.dtype | str) -> dict[str, Any]:
+def audit_facts(
+    path: Path | str, weights: Iterable[Weight], dtype: torch.dtype | str, declared: Precision | None = None
+) -> dict[str, Any]:
     """Audit the weights that a port holds against the checkpoint at `path` (see `audit.audit_weights`).
 
     Raises:
         CheckpointError: there is no checkpoint to hold them against.
     """
     checkpoint = open_checkpoint(path)
-    return audit_weights(checkpoint, weights, tied=is_tied(checkpoint), dtype=dtype)
+    return audit_weights(checkpoint, weights, tied=is_tied(checkpoint), dtype=dtype, declared=declared)
 
 
 def is_tied(checkpoint: Checkpoint) -> bool:

@@ -19,7 +19,7 @@ from harness.checklist import Checklists
 from harness.diagnose import diagnose
 from harness.errors import PortError
 from harness.faults.catalogue import NoPlace
-from harness.plan import out_of_judgement, out_of_scope
+from harness.plan import declared, out_of_judgement, out_of_scope
 from harness.plugins import open_adapter, parse_spec
 from harness.recorder import Pins
 from harness.runs import Bench, execute, opened
@@ -39,13 +39,17 @@ Traces = dict[Path, Trace | Failure]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is proved on: a checkpoint, who is believed, and the SPEC of an unbroken port of it."""
+    """What is proved on: a checkpoint, who is believed, and the SPEC of an unbroken port of it.
+
+    `precision` is what the port declares beside its dtype.
+    """
 
     name: str
     checkpoint: Path
     reference: str
     accel: str
     dtype: str = "bfloat16"
+    precision: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +194,11 @@ def make_lab(subject: Subject, checklists: Checklists) -> Lab:
     reference = open_adapter(parse_spec(subject.reference), subject.checkpoint, setups["oracle"])
     port = open_adapter(parse_spec(subject.accel), subject.checkpoint, setups["accel"])
     capable = frozenset(capabilities(port))
+    scope = declared(port.scope, subject.precision)
     context = StageContext(
         info=read_model_info(subject.checkpoint),
-        scope=port.scope,
-        capabilities=frozenset(c for c in capable if not out_of_scope(c, port.scope, capable)),
+        scope=scope,
+        capabilities=frozenset(c for c in capable if not out_of_scope(c, scope, capable)),
         reference_capabilities=frozenset(capabilities(reference)),
         profile="quick",
         dtype=subject.dtype,
@@ -201,7 +206,7 @@ def make_lab(subject: Subject, checklists: Checklists) -> Lab:
     runs = {
         name: tuple(replace(run, stage=name) for run in stage_module(name).plan(context))
         for name in STAGES
-        if not any(out_of_scope(need, port.scope, capable) for need in stage_module(name).NEEDS)
+        if not any(out_of_scope(need, scope, capable) for need in stage_module(name).NEEDS)
     }
     lab = Lab(
         subject=subject,
@@ -240,7 +245,9 @@ def _searched(lab: Lab, setups: Mapping[str, Setup]) -> Lab:
 
 def _setup(subject: Subject, side: str, role: str, dtype: str) -> Setup:
     spec = subject.reference if side == "reference" else subject.accel
-    return Setup(side=side, role=role, adapter=spec, dtype=dtype, options=dict(parse_spec(spec).options))
+    precision = {} if role == "oracle" else subject.precision
+    options = dict(parse_spec(spec).options)
+    return Setup(side=side, role=role, adapter=spec, dtype=dtype, precision=precision, options=options)
 
 
 def loaded(adapter: Adapter, checkpoint: Path, setup: Setup) -> Bench:

@@ -17,8 +17,9 @@ from harness.cases import ModelInfo
 from harness.metrics.names import METRICS
 from harness.types import STAGES, Failure, Measurement, Run, Scope, Trace
 
-FLOORS = ("floor", "floor_j1", "floor_j2")
-"""Keys of the floor traces in a view: the plain floor, and replays with jittered inputs (levels >= 1 only)."""
+FLOORS = ("floor", *(f"floor_j{number}" for number in range(1, 13)))
+"""Keys of the floor traces in a view: the plain floor, and replays with jittered inputs (levels >= 1 only): two, or
+more where the port declares formats that are rounded to as it runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.checkpoint import checkpoint_facts
 from harness.metrics.memory import peak_over_plan
+from harness.precision.scheme import Precision, parse_precision
 from harness.stages import StageContext, StageView, loss, measured
 from harness.types import Failure, Measurement, Run, Trace
 
@@ -60,7 +61,9 @@ def measure(view: StageView) -> list[Measurement]:
         else:
             oracle = view.trace("oracle", run.id)
             expected = oracle.facts.get("audit") if isinstance(oracle, Trace) else None
-            found += _weights(run, accel.facts["audit"], expected, image=view.context.scope.image)
+            scope = view.context.scope
+            beside = parse_precision(scope.precision)
+            found += _weights(run, accel.facts["audit"], expected, image=scope.image, beside=beside)
             found += _tables(run, accel.facts, oracle.facts if isinstance(oracle, Trace) else {})
     return found
 
@@ -127,7 +130,7 @@ def _memory(run: Run, trace: Trace) -> Measurement:
 
 
 def _weights(
-    run: Run, actual: Mapping[str, Any], expected: Mapping[str, Any] | None, *, image: bool
+    run: Run, actual: Mapping[str, Any], expected: Mapping[str, Any] | None, *, image: bool, beside: Precision
 ) -> list[Measurement]:
     weights: list[Mapping[str, Any]] = actual["weights"]
     if not weights:
@@ -151,7 +154,7 @@ def _weights(
             message = f"{name} {weights[order]['shape']} comes from no checkpoint tensor"
             value = measured(NAME, run, "unfilled_parameters", 1.0, name, order=order, detail={"message": message})
             found["unfilled_parameters"].append(value)
-    found["undeclared_precision_share"].append(_precision(run, weights, declared=actual["dtype"]))
+    found["undeclared_precision_share"].append(_precision(run, weights, declared=actual["dtype"], beside=beside))
     looked_at = {"unused_tensors": actual["logical"], "weight_mismatches": actual["elements"]}
     detail = {"outside": actual["outside"], "vouched_by_reference_only": reference.vouched}
     return [
@@ -161,10 +164,15 @@ def _weights(
     ]
 
 
-def _precision(run: Run, weights: Sequence[Mapping[str, Any]], *, declared: str) -> Measurement:
-    """Measure which share of the elements is held in another of the common precisions than the declared one."""
+def _precision(run: Run, weights: Sequence[Mapping[str, Any]], *, declared: str, beside: Precision) -> Measurement:
+    """Measure which share of the elements is held in another of the common precisions than the declared one.
+
+    What is in a declared format of its own is shown multiplied out, in whatever dtype, and is left out here.
+    """
     held: Counter[str] = Counter()
     for weight in weights:
+        if beside.weights is not None and not beside.keeps(weight["name"]) and len(weight["shape"]) > 1:
+            continue
         held[weight["dtype"]] += math.prod(weight["shape"])
     common = {d: n for d, n in held.items() if d in ("float64", "float32", "bfloat16", "float16")}
     total = sum(common.values())
