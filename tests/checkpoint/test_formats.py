@@ -16,6 +16,24 @@ CODES = torch.ones(5, 7).to(torch.float8_e4m3fn)
 MIXED = torch.tensor([[127, 128], [126, 127], [129, 127]], dtype=torch.uint8)
 E4M3_TWOS = torch.full((3, 4), 2.0).to(torch.float8_e4m3fn)
 
+
+def _word(code: int) -> torch.Tensor:
+    value = code * 0x11111111
+    return torch.tensor([value - 2**32 if value >= 2**31 else value], dtype=torch.int32)
+
+
+def _gptq(zero: int) -> dict[str, torch.Tensor]:
+    """Sixteen inputs in two groups, given in another order; all codes are 9."""
+    return {
+        "l.q.qweight": _word(9).expand(2, 8).contiguous(),
+        "l.q.qzeros": _word(zero).expand(2, 1).contiguous(),
+        "l.q.scales": torch.tensor([[1.0], [2.0]]).expand(2, 8).contiguous(),
+        "l.q.g_idx": torch.tensor([0, 1] * 8, dtype=torch.int32),
+    }
+
+
+_NINES = torch.tensor([9.0, 10.0] * 8).expand(8, 16)
+
 FORMATS = {
     "fp8_block": (
         {"l.q.weight": CODES, "l.q.weight_scale_inv": torch.arange(6.0).reshape(3, 2)},
@@ -74,6 +92,26 @@ FORMATS = {
         GROUP,
         torch.tensor([[1.0] * 7 + [-7] + [2.0] * 7 + [-14] + [3.0] * 2] * 3),
     ),
+    "gptq_v1": (_gptq(7), {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 8}}, _NINES - 8),
+    "gptq_v2": (
+        _gptq(8),
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 8, "checkpoint_format": "gptq_v2"}},
+        _NINES - 8,
+    ),
+    "gptq_v1, in order": (
+        {n: t for n, t in _gptq(7).items() if "g_idx" not in n},
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 8}},
+        torch.tensor([1.0, 2.0]).repeat_interleave(8).expand(8, 16),
+    ),
+    "awq": (
+        {
+            "l.q.qweight": _word(9).expand(12, 2).contiguous(),
+            "l.q.qzeros": _word(8).expand(3, 2).contiguous(),
+            "l.q.scales": torch.arange(1.0, 4.0).reshape(3, 1).expand(3, 16).contiguous(),
+        },
+        {"quantization_config": {"quant_method": "awq", "w_bit": 4, "q_group_size": 5}},
+        torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(5)[:12].expand(16, 12),
+    ),
 }
 
 
@@ -97,7 +135,8 @@ SCALES = [
     (n, part)
     for n, (tensors, _, _) in FORMATS.items()
     for part in tensors
-    if part.rsplit(".", 1)[-1] not in ("weight", "weight_packed", "input_scale") and not part.endswith("_blocks")
+    if part.rsplit(".", 1)[-1] not in ("weight", "weight_packed", "input_scale", "qweight", "g_idx")
+    and not part.endswith("_blocks")
 ]
 
 
@@ -122,7 +161,7 @@ def test_the_block_size_comes_from_the_configuration(tmp_path):
     tensors = {"q.weight": torch.ones(576, 130).to(torch.float8_e4m3fn), "q.weight_scale_inv": scale}
     config = {"text_config": {"quantization_config": {"weight_block_size": [128, 128]}}}
     checkpoint = open_checkpoint(write(tmp_path / "a", tensors, config=config))
-    value = decode(checkpoint, next(logical_tensors(checkpoint)))
+    value = decode(checkpoint, logical_tensors(checkpoint)[0])
     assert value[127, 127] == 1
     assert value[128, 127] == 3
     assert value[575, 129] == 10
@@ -138,11 +177,33 @@ def test_a_transposed_grid_is_found_from_headers(tmp_path):
     assert "[2, 3]" in problems[0].found
 
 
+def test_what_does_not_fit_is_told_with_what_would(tmp_path):
+    """A grid, or a number of groups, that the configuration does not give is refused with the sizes that it fits."""
+    grid = {"q.weight": torch.ones(160, 96).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.ones(3, 2)}
+    wrong = {"quantization_config": {"weight_block_size": [128, 128]}}
+    assert (
+        "it fits blocks of 64x64"
+        in format_problems(open_checkpoint(write(tmp_path / "a", grid, config=wrong)))[0].found
+    )
+    groups = {**_gptq(7)}
+    del groups["l.q.g_idx"]
+    wrong = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 16}}
+    found = format_problems(open_checkpoint(write(tmp_path / "b", groups, config=wrong)))[0].found
+    assert "2 groups of scales where groups of 16 need 1" in found
+
+
+def test_three_bits_are_refused(tmp_path):
+    """GPTQ of three bits, whose fields cross words, is named and not guessed."""
+    tensors = {**_gptq(7), "l.q.qweight": _word(9).expand(3, 8).contiguous(), "l.q.g_idx": torch.zeros(32).int()}
+    found = format_problems(open_checkpoint(write(tmp_path, tensors, config={})))[0].found
+    assert "3 bits" in found
+
+
 def test_orphans_are_problems(tmp_path):
     """A scale without its weight, and FP8 bytes without any scale, are named."""
     tensors = {"a.weight_scale_inv": torch.ones(1, 1), "b.weight": CODES, "c.qweight": torch.ones(2, 2).int()}
     problems = format_problems(open_checkpoint(write(tmp_path, tensors, config=BLOCK)))
-    assert sorted(p.name for p in problems) == ["a.weight_scale_inv", "b.weight", "c.qweight"]
+    assert sorted(p.name for p in problems) == ["a.weight_scale_inv", "b.weight", "c.weight"]
 
 
 def test_plain_tensors_stay_plain(tmp_path):
