@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -359,7 +360,7 @@ def _build(kind: Any, data: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind, {**vars(typing), **_names()})
+    return typing.get_type_hints(kind, {**vars(typing), **_names(), **vars(sys.modules[kind.__module__])})
 
 
 def _names() -> dict[str, Any]:

@@ -1,0 +1,173 @@
+"""What the decoded values of one matrix look like in a few numbers. Knows values and blocks; must not know files.
+
+`seam` tells a matrix whose scales are not its own. Values change smoothly across the edges of blocks unless a wrong
+scale makes them jump there: the energy of blocks, rows and columns allowed for, then varies more on the grid of scales
+than on the same grid moved by half a block, which sees two or four neighbours at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SEAM_ROWS = 1024
+"""Rows looked at for seams where each row has scales of its own: enough to tell, and little to compute."""
+FEWEST_CELLS = 24
+STRETCHES, FEWEST_ROWS = 16, 8
+"""Stretches of rows whose columns are compared, and the fewest rows of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Of one matrix: where it lies, and its values. Non-finite ones are counted and left out of the rest.
+
+    `seam` is the log of the ratio of variances on the grid of scales and between, `seam_cells` how many blocks told it
+    (0: none did). `zero_share` of all elements. `likeness` is how alike the columns' sizes of a stretch of
+    rows and of all others are (correlation of logs, the median stretch), `least_likeness` that of the strangest one,
+    `strange_rows` [start, stop).
+    """
+
+    name: str
+    format: str
+    file: str
+    offset: int
+    elements: int
+    rows: int
+    mean: float
+    rms: float
+    largest: float
+    zero_share: float
+    nonfinite: int
+    seam: float
+    seam_cells: int
+    likeness: float
+    least_likeness: float
+    strange_rows: tuple[int, int]
+
+
+class Profile:
+    """The statistics of one matrix of `rows` rows, fed in pieces of rows.
+
+    `block`: rows and columns that share a scale, or (0, 0).
+    """
+
+    def __init__(self, block: tuple[int, int], rows: int) -> None:
+        self._block = block
+        self._stretch = max(FEWEST_ROWS, -(-rows // STRETCHES))
+        self._energy: dict[int, Tensor] = {}
+        self._elements = self._rows = self._zeros = self._nonfinite = 0
+        self._sum = self._squares = self._largest = 0.0
+        self._cells: list[Tensor] = []
+
+    def take(self, values: Tensor) -> None:
+        """Look at some rows. Shape: [rows, columns] or [n]; integers are looked at as numbers."""
+        v = values.to(torch.float32) if values.dtype is not torch.float64 else values
+        if not v.numel():
+            return
+        v = v.reshape(len(v), -1) if v.dim() else v.reshape(1, 1)
+        low, high = (float(x) for x in torch.aminmax(v))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            finite = v.isfinite()
+            self._nonfinite += int((~finite).sum())
+            v = torch.where(finite, v, 0.0)
+            low, high = (float(x) for x in torch.aminmax(v))
+        squares = v.square()
+        self._elements += v.numel()
+        self._zeros += v.numel() - int(torch.count_nonzero(v))
+        self._sum += float(v.sum(dim=1).double().sum())
+        self._squares += float(squares.sum(dim=1).double().sum())
+        self._largest = max(self._largest, -low, high)
+        shares = squares.div_(squares.sum(dim=1, keepdim=True).clamp(min=torch.finfo(squares.dtype).tiny))
+        if self._block[1] and not (self._block[0] == 1 and self._rows >= SEAM_ROWS):
+            self._cells.append(_cells(shares, self._block))
+        self._columns(shares)
+        self._rows += len(v)
+
+    def _columns(self, shares: Tensor) -> None:
+        """Add up each column's share of its rows (so that no row outweighs the others), by stretches of rows."""
+        if shares.shape[1] < FEWEST_CELLS:
+            return
+        at = 0
+        while at < len(shares):
+            place, inside = divmod(self._rows + at, self._stretch)
+            stop = min(len(shares), at + self._stretch - inside)
+            energy = shares[at:stop].sum(dim=0).double()
+            self._energy[place] = self._energy[place] + energy if place in self._energy else energy
+            at = stop
+
+    def result(self, *, name: str, format: str, file: str, offset: int) -> Statistics:
+        """Return the statistics of everything that was fed."""
+        seam, cells = _seam(torch.cat(self._cells), self._block) if self._cells else (0.0, 0)
+        usual, least, at = _likeness(list(self._energy.values()))
+        strange = (at * self._stretch, min(self._rows, (at + 1) * self._stretch))
+        count = max(1, self._elements)
+        return Statistics(
+            name=name, format=format, file=file, offset=offset, elements=self._elements, rows=self._rows,
+            mean=self._sum / count, rms=math.sqrt(self._squares / count), largest=self._largest,
+            zero_share=self._zeros / count, nonfinite=self._nonfinite, seam=seam, seam_cells=cells,
+            likeness=usual, least_likeness=least, strange_rows=strange,
+        )  # fmt: skip
+
+
+def _likeness(stretches: list[Tensor]) -> tuple[float, float, int]:
+    """Return the median and the least correlation of a stretch's columns with all others', and where that is."""
+    if len(stretches) < 4:
+        return 0.0, 0.0, 0
+    energy = torch.stack(stretches)
+    others = energy.sum(dim=0, keepdim=True) - energy
+    if not bool((others > 0).all()):
+        return 0.0, 0.0, 0
+    mine, theirs = (x.clamp(min=1e-300).log() for x in (energy, others))
+    mine, theirs = (x - x.mean(dim=1, keepdim=True) for x in (mine, theirs))
+    alike = (mine * theirs).sum(dim=1) / (mine.norm(dim=1) * theirs.norm(dim=1)).clamp(min=1e-300)
+    return float(alike.median()), float(alike.min()), int(alike.argmin())
+
+
+def _cells(squares: Tensor, block: tuple[int, int]) -> Tensor:
+    """Sum squares over quarters of blocks (halves where a block is one row), without partial cells at the edges."""
+    tall, wide = max(1, block[0] // 2), max(1, block[1] // 2)
+    if block[0] == 1:
+        squares = squares[:SEAM_ROWS]
+    rows, columns = squares.shape[0] // tall * tall, squares.shape[1] // wide * wide
+    return squares[:rows, :columns].reshape(rows // tall, tall, columns // wide, wide).sum(dim=(1, 3)).double()
+
+
+def _seam(cells: Tensor, block: tuple[int, int]) -> tuple[float, int]:
+    down = 1 if block[0] == 1 else 2
+    aligned, between = _grid(cells, down, 0), _grid(cells, down, 1)
+    if min(aligned.shape) < 2 or min(between.shape) < 2 or between.numel() < FEWEST_CELLS:
+        return 0.0, 0
+    on, off = _unevenness(aligned), _unevenness(between)
+    if on is None or off is None or not (bool(on.any()) and bool(off.any())):
+        return 0.0, 0
+    ratio = float(on.abs().mean() / off.abs().mean())
+    return 2 * math.log(ratio), min(_independent(on), _independent(off))
+
+
+def _independent(rest: Tensor) -> int:
+    """Return how many cells are of independent size: where rows of blocks go together, only their number counts.
+
+    Source: the participation ratio of the singular values, tr(C)^2 / tr(C^2), as an effective rank.
+    """
+    covariance = rest.T @ rest if rest.shape[0] >= rest.shape[1] else rest @ rest.T
+    rank = float(covariance.trace() ** 2 / covariance.square().sum())
+    return min(rest.numel(), int(rank * max(rest.shape)))
+
+
+def _grid(cells: Tensor, down: int, shift: int) -> Tensor:
+    """Join cells into blocks, `shift` cells off the grid of scales."""
+    cells = cells[(shift if down == 2 else 0) :, shift:]
+    rows, columns = cells.shape[0] // down * down, cells.shape[1] // 2 * 2
+    return cells[:rows, :columns].reshape(rows // down, down, columns // 2, 2).sum(dim=(1, 3))
+
+
+def _unevenness(energy: Tensor) -> Tensor | None:
+    """Return log energy, each row and column allowed a level of its own; None where a cell is empty."""
+    if not bool((energy > 0).all()):
+        return None
+    logs = energy.log()
+    rest = logs - logs.mean(dim=0) - logs.mean(dim=1, keepdim=True) + logs.mean()
+    return rest / math.sqrt((1 - 1 / energy.shape[0]) * (1 - 1 / energy.shape[1]))

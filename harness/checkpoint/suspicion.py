@@ -1,0 +1,210 @@
+"""What a right checkpoint does not look like: suspicions from the statistics of its matrices. Knows numbers and names.
+
+None of these is a proof, so none is a failure by itself: each says what was seen and what is usual there. Seams are
+corrected for the number of matrices (`RATE` is for a whole checkpoint, under the normal distribution); the others stand
+eight robust deviations from their siblings. Each has a least effect beside that, because weights are not normal.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, median
+
+from harness.checkpoint.statistics import Statistics
+
+RATE = 1e-3
+"""Chance that an honest checkpoint shows any suspicion of one kind, were its statistics normal."""
+SEAM_EFFECT, SEAM_SPREAD = 0.3, 2.0
+"""Least log ratio of squared sizes, and its standard deviation times the root of the independent blocks."""
+SEAM_SIGMAS, SEAM_LEAST_SPREAD = 5.0, 0.05
+"""Robust deviations from siblings. Source: 420 matrices of SmolLM2-135M in FP8 and MXFP4 stay below 3; the same with
+scales shifted, transposed or upside down read 4.5 to 9 in FP8 (44 blocks), 8 and more in MXFP4 (thousands)."""
+CENTRE_EFFECT = 0.25
+SIZE_EFFECT, END_EFFECT, SIZE_SPREAD = math.log(1.5), math.log(6.0), 0.03
+"""Least effect inside a model, at its ends (layers with neighbours on one side only), and least spread. Source: the
+first layer's o_proj and v_proj of SmolLM2-135M are 0.48 and 0.40 times the size of the next layers'."""
+SIGMAS = 8.0
+LARGEST_RMS, SMALLEST_RMS = 8.0, 1e-6
+LIKENESS, LIKENESS_SPREAD = 0.3, 0.05
+SHARD_EFFECT, SHARD_MATRICES = 0.02, 12
+FEWEST_SIBLINGS = 6
+FEWEST_ELEMENTS = 4096
+NEIGHBOURS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspicion:
+    """One thing that looks wrong. `kind`: seam, off_centre, size, magnitude, rows, shard. `message` is a sentence."""
+
+    kind: str
+    name: str
+    file: str
+    offset: int
+    message: str
+
+
+def suspicions(statistics: Sequence[Statistics]) -> list[Suspicion]:
+    """Return what looks wrong, in the order of the statistics within each kind."""
+    matrices = [s for s in statistics if s.rows >= 2 and s.elements >= FEWEST_ELEMENTS]
+    sigmas = NormalDist().inv_cdf(1 - RATE / (2 * max(1, len(matrices))))
+    families = _families(matrices)
+    return [
+        *_seams(matrices, families, sigmas),
+        *_off_centre(matrices, families),
+        *_magnitudes(matrices),
+        *_sizes(families),
+        *_rows(families),
+        *_shards(families),
+    ]
+
+
+def _about(kind: str, s: Statistics, message: str) -> Suspicion:
+    return Suspicion(kind=kind, name=s.name, file=s.file, offset=s.offset, message=f"{s.name}: {message}")
+
+
+def _families(matrices: Sequence[Statistics]) -> dict[str, list[Statistics]]:
+    """Group matrices whose names differ in numbers only: the same weight of all layers and experts."""
+    found: dict[str, list[Statistics]] = defaultdict(list)
+    for s in matrices:
+        found[re.sub(r"\d+", "#", s.name)].append(s)
+    return {name: family for name, family in found.items() if len(family) >= FEWEST_SIBLINGS}
+
+
+def _seams(matrices: Sequence[Statistics], families: dict[str, list[Statistics]], sigmas: float) -> Iterator[Suspicion]:
+    """Find matrices with seams by their own blocks alone or, where those are few, beyond what their siblings show."""
+    limits = {}
+    for family in families.values():
+        seams = [s.seam for s in family if s.seam_cells]
+        if len(seams) >= FEWEST_SIBLINGS:
+            usual = median(seams)
+            spread = max(SEAM_LEAST_SPREAD, 1.4826 * median(abs(x - usual) for x in seams))
+            limits.update(dict.fromkeys((s.name for s in family), max(SEAM_EFFECT, usual + SEAM_SIGMAS * spread)))
+    for s in matrices:
+        alone = SEAM_EFFECT + sigmas * SEAM_SPREAD / math.sqrt(max(1, s.seam_cells))
+        if s.seam_cells and s.seam > min(alone, limits.get(s.name, math.inf)):
+            yield _about(
+                "seam", s, f"values jump at the edges of its blocks ({math.exp(s.seam):.1f} times as uneven as "
+                "between them): its scales look transposed, shifted, upside down or another tensor's",
+            )  # fmt: skip
+
+
+def _off_centre(matrices: Sequence[Statistics], families: dict[str, list[Statistics]]) -> Iterator[Suspicion]:
+    usual = {s.name: median(_centre(x) for x in family) for family in families.values() for s in family}
+    for s in matrices:
+        apart = abs(_centre(s) - usual.get(s.name, 0.0)) if s.format == "plain" else abs(_centre(s))
+        if apart > CENTRE_EFFECT and (s.format != "plain" or s.name in usual):
+            yield _about(
+                "off_centre", s, f"its mean is {_centre(s):+.2f} of its size, where weights lie around zero: "
+                "a zero point or a sign looks lost",
+            )  # fmt: skip
+
+
+def _centre(s: Statistics) -> float:
+    return s.mean / s.rms if s.rms else 0.0
+
+
+def _magnitudes(matrices: Sequence[Statistics]) -> Iterator[Suspicion]:
+    for s in matrices:
+        if s.format != "plain" and s.rms and not SMALLEST_RMS <= s.rms <= LARGEST_RMS:
+            yield _about(
+                "magnitude", s, f"values of size {s.rms:.3g}, where weights are around 0.01 to 1: "
+                "a scale looks upside down, read as a number, or without its exponent's bias",
+            )  # fmt: skip
+
+
+def _sizes(families: dict[str, list[Statistics]]) -> Iterator[Suspicion]:
+    for family in families.values():
+        rest = _detrended(family)
+        spread = max(SIZE_SPREAD, 1.4826 * median(abs(r) for r in rest.values()))
+        layers = sorted({_layer(s) for s in family})
+        for s in family:
+            off = rest.get(s.name, 0.0)
+            least = END_EFFECT if _layer(s) in (layers[0], layers[-1]) else SIZE_EFFECT
+            if abs(off) > least and abs(off) > SIGMAS * spread:
+                yield _about(
+                    "size", s, f"{math.exp(off):.3g} times as large as its siblings make it ({len(family)} of them, "
+                    f"usually within {math.expm1(spread):.0%}): a scale, or another model's tensor",
+                )  # fmt: skip
+
+
+def _layer(s: Statistics) -> int:
+    number = re.search(r"\d+", s.name)
+    return int(number.group()) if number else 0
+
+
+def _log_size(s: Statistics) -> float:
+    return math.log(s.rms) if s.rms else -math.inf
+
+
+def _detrended(family: Sequence[Statistics], outside: str = "") -> dict[str, float]:
+    """Return how far each log size lies from what its layer's siblings or, where there are none, nearby layers say.
+
+    `outside` names a file whose own members say nothing.
+    """
+    by_layer: dict[int, list[float]] = defaultdict(list)
+    for s in family:
+        if s.file != outside:
+            by_layer[_layer(s)].append(_log_size(s))
+    usual = {layer: median(sizes) for layer, sizes in by_layer.items()}
+    many = not outside and all(len(sizes) >= FEWEST_SIBLINGS for sizes in by_layer.values())
+    found = {}
+    for s in family:
+        layer = _layer(s)
+        below = sorted((x for x in usual if x < layer), reverse=True)[:NEIGHBOURS]
+        above = sorted(x for x in usual if x > layer)[:NEIGHBOURS]
+        near = [usual[layer]] if many else [usual[x] for x in (*below, *above)]
+        if near and (many or (below and above) or not outside):
+            found[s.name] = _log_size(s) - median(near)
+    return found
+
+
+def _rows(families: dict[str, list[Statistics]]) -> Iterator[Suspicion]:
+    """Find stretches of rows without the columns' pattern, beyond what the same weight has in other layers.
+
+    Heads differ, and may even be turned against the others: what was overwritten is like nothing.
+    """
+    for family in families.values():
+        gaps = [_gap(s) for s in family]
+        usual = median(gaps)
+        spread = max(LIKENESS_SPREAD, 1.4826 * median(abs(g - usual) for g in gaps))
+        for s, gap in zip(family, gaps, strict=True):
+            lost = s.likeness >= LIKENESS and abs(s.least_likeness) < 2 / math.sqrt(s.elements // s.rows)
+            if lost and gap > usual + SIGMAS * spread:
+                start, stop = s.strange_rows
+                yield _about(
+                    "rows", s, f"rows {start} to {stop - 1} do not share the pattern of its columns (correlation "
+                    f"{s.least_likeness:.2f}, elsewhere {s.likeness:.2f}): another tensor's rows, or never written",
+                )  # fmt: skip
+
+
+def _gap(s: Statistics) -> float:
+    """Return how much stranger the strangest stretch is than the usual one, on Fisher's scale."""
+    return math.atanh(min(s.likeness, 0.999)) - math.atanh(max(s.least_likeness, -0.999))
+
+
+def _shards(families: dict[str, list[Statistics]]) -> Iterator[Suspicion]:
+    """Hold the matrices of each file together against those of the files around it."""
+    files = sorted({s.file for family in families.values() for s in family})
+    if len(files) < 2:
+        return
+    for file in files:
+        off, spread = [], []
+        for family in families.values():
+            rest = _detrended(family, outside=file)
+            off += [rest[s.name] for s in family if s.file == file and s.name in rest]
+            spread += [r for s in family if s.file != file and (r := rest.get(s.name)) is not None]
+        if len(off) < SHARD_MATRICES or len(spread) < SHARD_MATRICES:
+            continue
+        usual = 1.4826 * median(abs(r) for r in spread)
+        middle = median(off)
+        if abs(middle) > SHARD_EFFECT and abs(middle) > SIGMAS * usual / math.sqrt(len(off)):
+            first = next(s for family in families.values() for s in family if s.file == file)
+            message = (
+                f"the {len(off)} matrices of {file} are {math.exp(middle):.3f} times as large as their neighbours in "
+                "other files: a file of another training step, or another export"
+            )
+            yield Suspicion(kind="shard", name=first.name, file=file, offset=0, message=message)
