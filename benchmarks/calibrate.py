@@ -212,7 +212,7 @@ def _environment(variable: str, value: str) -> Iterator[None]:
 def measured(lab: Lab, traces: Traces, stages: Sequence[str]) -> list[Measurement]:
     """Measure every run of the stages that has a trace. Raises RuntimeError where an honest port raised."""
     lost = [t for t in traces.values() if isinstance(t, Failure)]
-    if any("NoPlace" in f.message for f in lost):
+    if any("NoPlace" in f.message or "does not support" in f.message for f in lost):
         raise NoPlace(lost[0].message)
     if lost:
         raise RuntimeError(f"an honest port broke: {lost[0].message}")
