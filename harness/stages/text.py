@@ -100,7 +100,9 @@ def measure(view: StageView) -> list[Measurement]:
     if oracles:
         experts = view.context.info.experts
         found += idle_experts(NAME, free[0], oracles, experts=experts, need=TOKENS_PER_EXPERT)
-    return [*found, _observer(view)] if any(not run.observe for run in view.runs) else found
+    if any(not run.observe for run in view.runs):
+        found += [_repeated(view), _observer(view)]
+    return found
 
 
 def _greedy(view: StageView, run: Run) -> Measurement:
@@ -131,21 +133,70 @@ def _greedy(view: StageView, run: Run) -> Measurement:
     )  # fmt: skip
 
 
-def _observer(view: StageView) -> Measurement:
-    """Count logits that taps changed, beyond what two runs without taps differ by."""
-    ids = ("text/free", "text/plain", "text/plain2")
+def _repeated(view: StageView) -> Measurement:
+    """Weigh what two equal runs without taps differ by against the floor's error; bit-equal ones read 0."""
     run = next(r for r in view.runs if r.id == "text/plain")
-    traces = [view.trace("accel", i) for i in ids]
-    logits = []
-    for name, trace in zip(ids, traces, strict=True):
+    found = _logits_of(view, "accel", "text/plain", "text/plain2")
+    if isinstance(found, str):
+        return _lost(run, "repeat_ratio", found, view.trace("accel", found))
+    plain, again = found
+    if plain.shape != again.shape:
+        return _lost(run, "repeat_ratio", "logits of one shape twice", None)
+    honest = _honest_error(view, plain)
+    if honest is None:
+        return _lost(run, "repeat_ratio", "the oracle's logits", view.trace("oracle", "text/free"))
+    apart = (again.double() - plain.double()).norm(dim=-1)
+    apart = torch.where((again == plain).all(dim=-1), 0.0, apart)  # an infinity twice is no difference
+    value = float(apart.norm()) / float(honest.norm()) if bool((apart != 0).any()) else 0.0
+    tokens = int((apart != 0).sum())
+    message = f"two equal runs differ at {tokens} of {len(apart)} tokens, first at {int((apart != 0).int().argmax())}"
+    return measured(
+        NAME, run, "repeat_ratio", value, subject="logits", order=1 << 20, n=len(apart),
+        detail={"message": message, "tokens": tokens} if tokens else {"tokens": 0},
+    )  # fmt: skip
+
+
+def _honest_error(view: StageView, like: Tensor) -> Tensor | None:
+    """Return the floor's error of the free run's logits by token, never below one rounding; None without an oracle."""
+    oracle = _logits_of(view, "oracle", "text/free")
+    if isinstance(oracle, str):
+        return None
+    expected = oracle[0].double()
+    error = (expected.to(getattr(torch, view.context.dtype)).double() - expected).norm(dim=-1)
+    floor = _logits_of(view, "floor", "text/free")
+    if not isinstance(floor, str) and floor[0].shape == expected.shape:
+        error = torch.maximum(error, (floor[0].double() - expected).norm(dim=-1))
+    return error if len(error) == len(like) else None
+
+
+def _logits_of(view: StageView, role: str, *runs: str) -> list[Tensor] | str:
+    """Return the logits of some runs of a role as matrices, or the first run that has none."""
+    found = []
+    for name in runs:
+        trace = view.trace(role, name)
         if not isinstance(trace, Trace) or "logits" not in trace.tensors:
-            return _lost(run, "taps_change_logits", name, trace)
-        logits.append(_matrix(trace.tensors["logits"]))
+            return name
+        found.append(_matrix(trace.tensors["logits"]))
+    return found
+
+
+def _observer(view: StageView) -> Measurement:
+    """Count logits that taps changed, beyond what two runs without taps differ by, and never beyond the floor's error.
+
+    A port that never gives the same twice must not hide behind that.
+    """
+    run = next(r for r in view.runs if r.id == "text/plain")
+    logits = _logits_of(view, "accel", "text/free", "text/plain", "text/plain2")
+    if isinstance(logits, str):
+        return _lost(run, "taps_change_logits", logits, view.trace("accel", logits))
     seen, plain, again = logits
     if not seen.shape == plain.shape == again.shape:
         return _lost(run, "taps_change_logits", "logits of one shape with and without taps", None)
     finite = plain.isfinite() & again.isfinite()  # what is not finite is told where it arises, not blamed on the taps
     spread = max_abs_error(actual=again[finite], expected=plain[finite]) if bool(finite.any()) else 0.0
+    honest = _honest_error(view, plain)
+    if spread and honest is not None:
+        spread = min(spread, float(honest.max()))
     beyond = (seen.double() - plain.double()).abs() > spread
     uneven = (seen.isfinite() != plain.isfinite()) | (again.isfinite() != plain.isfinite())
     changed = int((beyond | uneven).sum())

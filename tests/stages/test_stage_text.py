@@ -1,5 +1,6 @@
 """The text stage: what it plans, and what it makes of greedy tokens and of runs with and without taps."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -122,16 +123,22 @@ def test_greedy_tokens_may_leave_the_oracle_at_a_near_tie_only() -> None:
     assert greedy([7, 8]).value == float("inf")
 
 
-def observed(change: float, spread: float) -> Measurement:
+def observed(change: float, again: torch.Tensor | float, metric: str = "taps_change_logits") -> Measurement:
+    """Return a metric of a port whose logits taps change, and that gives others the second time.
+
+    The floor's error is of the size of 0.4.
+    """
     runs = by_id(text.plan(context()))
     logits = normal(61, 0)
     return measured(
         {
+            ("oracle", "text/free"): traced(runs["text/free"], logits, "oracle"),
+            ("floor", "text/free"): traced(runs["text/free"], logits + 0.4 * normal(61, 1), "floor"),
             ("accel", "text/free"): traced(runs["text/free"], logits + change),
             ("accel", "text/plain"): traced(runs["text/plain"], logits),
-            ("accel", "text/plain2"): traced(runs["text/plain2"], logits + spread),
+            ("accel", "text/plain2"): traced(runs["text/plain2"], logits + again),
         },
-        "taps_change_logits",
+        metric,
     )
 
 
@@ -140,6 +147,23 @@ def test_taps_may_not_change_logits_beyond_the_ports_own_spread() -> None:
     assert observed(0.0, 0.0).value == 0
     assert observed(0.25, 0.0).value == 61 * 50
     assert observed(0.25, 0.5).value == 0
+
+
+def test_a_port_that_never_gives_the_same_twice_does_not_hide_behind_that() -> None:
+    """However large the spread is, taps may not change more than the floor's own error."""
+    assert observed(5.0, 50.0).value > 0
+
+
+def test_equal_runs_are_equal_or_apart_by_rounding() -> None:
+    """Bit-equal runs read 0, noise of the floor about 1 floor; one token that races reads more, and is named."""
+    assert observed(0.0, 0.0, "repeat_ratio").value == 0.0
+    assert observed(0.0, 0.4 * normal(61, 5), "repeat_ratio").value == pytest.approx(1.0, abs=0.1)
+    race = torch.zeros(61, 50)
+    race[40] = 10 * normal(1, 6)
+    found = observed(0.0, race, "repeat_ratio")
+    assert found.value > 2.0
+    assert found.detail["message"] == "two equal runs differ at 1 of 61 tokens, first at 40"
+    assert math.isnan(observed(0.0, float("nan"), "repeat_ratio").value)
 
 
 def test_nan_logits_are_not_unchanged() -> None:
