@@ -84,6 +84,13 @@ def layer_of(tap: str) -> str:
 
 
 @_remembered
+def child_of(tap: str) -> str:
+    """Return the layer's child that a tap lies in: `layers.3.moe.router.out.1` -> `layers.3.moe`."""
+    layer = layer_of(tap)
+    return f"{layer}.{tap[len(layer) + 1 :].split('.')[0]}" if tap.startswith(layer + ".") else layer
+
+
+@_remembered
 def kind_of(tap: str) -> str:
     """Guess a tap's kind from its name, for ports that do not say."""
     if tap.startswith("inputs."):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,8 @@ def _scores(trace: Trace, name: str, rows: int) -> Tensor | None:
         return own if own.is_floating_point() else None
     if name not in trace.taps:
         return None
-    before = [n for n in list(trace.taps)[: list(trace.taps).index(name)] if layer_of(n) == layer_of(name)]
+    layer = layer_of(name)
+    before = [n for n in itertools.takewhile(lambda n: n != name, trace.taps) if layer_of(n) == layer]
     least = int(trace.tensors[name].max()) + 1 if name in trace.tensors and trace.tensors[name].numel() else 0
     for earlier in reversed([n for n in before if n.endswith(".scores") or _ROUTER.search(n)]):
         found = _rows(trace, earlier, rows)
@@ -136,13 +138,13 @@ def conditions(scene: Scene, tap: str, decisions: Mapping[str, Decision]) -> lis
     unit, layer = unit_of(tap), layer_of(tap)
     earlier = [
         name for name, d in decisions.items()
-        if not d.pinned and name != tap and layer_of(name) == layer and scene.order[name] <= place
+        if layer_of(name) == layer and not d.pinned and name != tap and scene.order[name] <= place
     ]  # fmt: skip
     if not earlier or not scene.run.level:
         return earlier
     overwritten = [
-        n for n, t in scene.oracle.taps.items()
-        if _within(n, layer) and t.kind in PINNED_KINDS and level_of(n) <= scene.run.level
+        n for n in scene.under(layer)
+        if scene.oracle.taps[n].kind in PINNED_KINDS and level_of(n) <= scene.run.level
     ]  # fmt: skip
     return [
         name for name in earlier

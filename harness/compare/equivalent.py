@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.compare.subject import Scene, Views
-from harness.taps import DECISION_KINDS, is_input, layer_of, level_of
+from harness.taps import DECISION_KINDS, child_of, is_input, level_of
 from harness.types import Measurement, Trace
 
 GROSS = 4.0
@@ -48,9 +48,9 @@ def _told(scene: Scene, views: Views) -> str | None:
     own = level_of(views.tap.name) == scene.run.level and not is_input(views.tap.name)
     if views.tap.kind != "hidden" or views.oracle.dim() < 2 or not own:
         return None
-    parent = parent_of(views.tap.name)
-    for name, tap in scene.oracle.taps.items():
-        if tap.kind in DECISION_KINDS and is_input(name) and parent_of(name) == parent:
+    parent = child_of(views.tap.name)
+    for name in scene.under(parent):
+        if scene.oracle.taps[name].kind in DECISION_KINDS and is_input(name):
             ids = scene.oracle.tensors.get(name)
             if ids is not None and ids.shape[-1] == views.oracle.shape[-1] and ids.numel() == views.oracle.numel():
                 return name
@@ -66,12 +66,6 @@ def _sorted(values: Tensor, ids: Tensor) -> Tensor:
     return values.reshape(order.shape).gather(-1, order).reshape(values.shape)
 
 
-def parent_of(tap: str) -> str:
-    """Return the layer's child that a tap lies in: `layers.3.moe.router.out.1` -> `layers.3.moe`."""
-    layer = layer_of(tap)
-    return f"{layer}.{tap[len(layer) + 1 :].split('.')[0]}" if tap.startswith(layer + ".") else layer
-
-
 def suspects(scene: Scene, found: list[Measurement]) -> list[str]:
     """Return the smallest units of a replay that are grossly off as a whole, where one parent has several of them."""
     if scene.run.level < 3:
@@ -81,7 +75,7 @@ def suspects(scene: Scene, found: list[Measurement]) -> list[str]:
         if m.metric == "error_ratio" and m.where.get("slice") == "whole" and level_of(m.subject) == 3
         and m.value is not None and m.value > GROSS
     ]  # fmt: skip
-    parents = [parent_of(name) for name in gross]
+    parents = [child_of(name) for name in gross]
     return [name for name, parent in zip(gross, parents, strict=True) if parents.count(parent) > 1]
 
 
@@ -102,7 +96,7 @@ def moved_factors(sides: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float
         name: factor
         for name, factor in factors.items()
         if any(
-            other != name and parent_of(other) == parent_of(name) and abs(factor * inverse - 1) < ONE
+            other != name and child_of(other) == child_of(name) and abs(factor * inverse - 1) < ONE
             for other, inverse in factors.items()
         )
     }

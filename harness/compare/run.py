@@ -171,13 +171,13 @@ def _values(scene: Scene, views: Views, decisions: Mapping[str, Decision]) -> li
         return [number(scene, sides.tap, "accumulated_ratio", ratio, len(sides.rows))]
     buckets = int(scene.run.options.get("buckets", BUCKETS))
     ratios = error_ratios(
-        token=sides.errors.error[0], channel=sides.channel, floor=sides.floor, heads=sides.heads, tokens=sides.tokens,
-        rows=sides.rows, buckets=buckets,
+        token=sides.errors.error[0], channel=sides.errors.column[0], floor=sides.floor, heads=sides.heads,
+        tokens=sides.tokens, rows=sides.rows, buckets=buckets,
     )  # fmt: skip
     total, width = views.oracle.numel() // sides.expected.shape[1], sides.expected.shape[1]
     if sides.tokens:
         ratios += rank_slices(
-            ranks=scene.run.layout.tp, rows=len(sides.rows), channel=sides.channel, floor=sides.floor.channel
+            ranks=scene.run.layout.tp, rows=len(sides.rows), channel=sides.errors.column[0], floor=sides.floor.channel
         )
         ratios += further_slices(
             run=scene.run, tap=sides.tap, rows=sides.rows, total=total, width=width, token=token_ratios(sides),

@@ -14,7 +14,7 @@ from torch import Tensor
 from harness.compare.align import as_rows
 from harness.compare.decisions import Decision, agreeing, conditions
 from harness.compare.subject import Scene, Views, problem
-from harness.compare.values import SMALLEST_SLICE, Floor, floor_of, least_of
+from harness.compare.values import SMALLEST_SLICE, Floor, with_floor
 from harness.metrics.discrete import valid_candidates
 from harness.metrics.real import Errors, all_finite, has_signal
 from harness.types import Measurement, Tap
@@ -29,8 +29,8 @@ class Sides:
 
     `rows` holds the token index of each row; `tokens` False says that rows are no places in a sequence; `heads` is 0
     without a head axis. `groups` of consecutive channels are heads where `by_head`. `errors` are the sums over errors,
-    the port's first, then the floors'; `channel` the port's squared errors by channel, tokens weighted as in `floor`.
-    Shapes: actual, expected [T, E], floors S x [T, E], rows [T], channel [E].
+    the port's first, then the floors'; those by column weigh tokens as `floor` does.
+    Shapes: actual, expected [T, E], floors S x [T, E], rows [T].
     """
 
     tap: Tap
@@ -43,7 +43,6 @@ class Sides:
     groups: int
     by_head: bool
     errors: Errors
-    channel: Tensor
     floor: Floor
 
 
@@ -65,15 +64,16 @@ def sides_of(scene: Scene, views: Views, decisions: Mapping[str, Decision]) -> S
         return problem(scene, tap, "too_few", f"decisions agree on {len(keep)} of {count} tokens")
     heads = rows.heads or _core_heads(scene, tap, expected)
     groups = heads or (GROUPS if expected.shape[1] % GROUPS == 0 else 1)
-    dtype = getattr(torch, scene.dtype)
-    errors = Errors(actual=[actual, *floors], expected=expected, dtype=dtype, groups=groups if scene.run.level else 1)
-    silent = _without_signal(scene, tap, errors)
+    errors, floor = with_floor(
+        actual=actual, floors=floors, expected=expected, dtype=getattr(torch, scene.dtype),
+        groups=groups if scene.run.level else 1,
+    )  # fmt: skip
+    silent = _without_signal(scene, tap, errors, every)
     if silent is not None:
         return silent
-    floor, channel = floor_of(errors, least=least_of(dtype))
     return Sides(
         tap=tap, actual=actual, expected=expected, floors=floors, rows=keep, tokens=rows.tokens, heads=rows.heads,
-        groups=groups, by_head=heads > 0, errors=errors, channel=channel, floor=floor,
+        groups=groups, by_head=heads > 0, errors=errors, floor=floor,
     )  # fmt: skip
 
 
@@ -85,8 +85,10 @@ def _core_heads(scene: Scene, tap: Tap, values: Tensor) -> int:
 
 def kept_tokens(scene: Scene, tap: Tap, decisions: Mapping[str, Decision], count: int) -> Tensor | None:
     """Return the tokens to compare, or None where already the floors leave too few to say anything."""
-    mask = torch.arange(count) >= scene.first_token
     names = conditions(scene, tap.name, decisions) if scene.run.level else []
+    if not names:
+        return torch.arange(min(scene.first_token, count), count)
+    mask = torch.arange(count) >= scene.first_token
     agree, honest = agreeing(names, decisions), agreeing(names, decisions, floors_only=True)
     if agree is not None and honest is not None and agree.shape == mask.shape:
         if int((mask & honest).sum()) * 4 < int(mask.sum()):
@@ -95,9 +97,9 @@ def kept_tokens(scene: Scene, tap: Tap, decisions: Mapping[str, Decision], count
     return mask.nonzero().reshape(-1)
 
 
-def _without_signal(scene: Scene, tap: Tap, errors: Errors) -> Measurement | None:
-    """Return what is to be said instead of a ratio where oracle or floor cannot carry one."""
-    expected, (actual, *floors) = errors.expected, errors.actual
+def _without_signal(scene: Scene, tap: Tap, errors: Errors, every: Sequence[Tensor]) -> Measurement | None:
+    """Return what is to be said instead of a ratio where oracle or floor (every: oracle, port, floors) carry none."""
+    expected, actual, *floors = every
     if not bool(torch.isfinite(errors.signal.sum())) and not all_finite(expected):
         return problem(scene, tap, "error", "the oracle's value is not finite: the reference cannot be judged by")
     if not bool(torch.isfinite(errors.error[1:].sum())) and not all(all_finite(f) for f in floors):

@@ -54,7 +54,7 @@ def token_ratios(sides: Sides, side: int = 0) -> Tensor:
 def _scaled(sides: Sides, side: int = 0) -> Tensor:
     """Return means of stretches of a side's error in units of the floor of their token and channel, [S, E]."""
     work = torch.float32 if sides.errors.narrow else torch.float64
-    error = sides.errors.actual[side].to(work) - sides.expected.to(work)
+    error = (sides.actual, *sides.floors)[side].to(work) - sides.expected.to(work)
     error *= sides.floor.weight.sqrt().to(work)[:, None]
     channel = (sides.floor.channel / len(error)).sqrt()
     inverse = torch.where(channel > 0, 1 / channel, torch.zeros_like(channel))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from harness.metrics.names import METRICS
-from harness.taps import DECISION_KINDS, EXACT_KINDS, level_of
+from harness.taps import DECISION_KINDS, EXACT_KINDS, child_of, layer_of, level_of
 from harness.types import Layout, Measurement, Run, Tap, Trace
 
 
@@ -29,10 +30,25 @@ class Scene:
     order: Mapping[str, int]
     heads: int = 0
 
+    def under(self, unit: str) -> Sequence[str]:
+        """Return the oracle's taps that lie inside a layer or a layer's child, in execution order."""
+        return _under(tuple(self.oracle.taps)).get(unit, ())
+
     @property
     def first_token(self) -> int:
         """First token that is compared: a phase may start with a prefill that another run judges."""
         return int(self.run.options.get("compare_from", 0))
+
+
+@lru_cache(maxsize=4)
+def _under(taps: tuple[str, ...]) -> Mapping[str, Sequence[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for tap in taps:
+        layer = layer_of(tap)
+        if tap.startswith(layer + "."):
+            found[layer].append(tap)
+            found[child_of(tap)].append(tap)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

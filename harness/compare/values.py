@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.metrics.real import Errors
+from harness.metrics.real import Errors, errors_of
 
 SMALLEST_SLICE = 16
 """Elements below which a slice is not looked at. Source: honest single decode steps and tiny slices reach 2."""
@@ -47,23 +48,33 @@ class Floor:
     whole: float
 
 
-def floor_of(errors: Errors, *, least: float) -> tuple[Floor, Tensor]:
-    """Return the floor of a tap, and the port's sums of squares by channel [E], weighted as the floor's are.
+def with_floor(
+    *, actual: Tensor, floors: Sequence[Tensor], expected: Tensor, dtype: torch.dtype, groups: int
+) -> tuple[Errors, Floor]:
+    """Return the sums of the errors of a tap [T, E], the port's first, then the floors', and its floor.
 
-    The floor of a token is never below the tap's relative floor times its norm. The first side of `errors` is the port,
-    further ones are floors; `least` is in squared roundings (`least_of`).
+    The floor of a token is never below the tap's relative floor times its norm.
     """
-    tokens = torch.cat([least * errors.rounding[None], errors.error[1:]])
-    signal = errors.power
-    whole, power = float(tokens.sum(dim=1).max()), float(signal.sum())
-    relative = whole / power if power else 0.0
-    token = torch.maximum(tokens.amax(dim=0), relative * signal)
-    token = token.clamp(min=EXPECTED_SHARE**2 * float(token.mean()))
-    weight = torch.where(token > 0, 1 / token, torch.zeros_like(token))
-    columns = errors.columns(weight)
-    channel = torch.cat([columns[1:-1], least * columns[-1:]]).amax(dim=0)
+    least, told = least_of(dtype), list[tuple[Tensor, float]]()
+
+    def weigh(error: Tensor, power: Tensor, rounding: Tensor) -> Tensor:
+        tokens = torch.cat([least * rounding[None], error[1:]])
+        whole, signal = float(tokens.sum(dim=1).max()), float(power.sum())
+        relative = whole / signal if signal else 0.0
+        token = torch.maximum(tokens.amax(dim=0), relative * power)
+        token = token.clamp(min=EXPECTED_SHARE**2 * float(token.mean()))
+        told.append((token, whole))
+        return _inverse(token)
+
+    errors = errors_of(actual=[actual, *floors], expected=expected, dtype=dtype, groups=groups, weigh=weigh)
+    token, whole = told[-1]
+    channel = torch.cat([errors.column[1:-1], least * errors.column[-1:]]).amax(dim=0)
     channel = channel.clamp(min=EXPECTED_SHARE**2 * float(channel.mean()))
-    return Floor(token=token, channel=channel, weight=weight, whole=whole), columns[0]
+    return errors, Floor(token=token, channel=channel, weight=_inverse(token), whole=whole)
+
+
+def _inverse(token: Tensor) -> Tensor:
+    return torch.where(token > 0, 1 / token, torch.zeros_like(token))
 
 
 def least_of(dtype: torch.dtype) -> float:

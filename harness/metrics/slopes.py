@@ -18,6 +18,8 @@ FAMILY_RATE = 1e-3
 """Chance that noise alone puts any slope of one family beyond its interval."""
 SPREAD = 8.0
 """Elements of one token that carry as much as one independent element. Source: errors inside a token are correlated."""
+_BLOCK_ELEMENTS = 1 << 17
+"""Elements of parts worked on at a time, so that they stay in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +108,8 @@ def joint_slopes(*, error: Tensor, parts: Tensor, owner: Tensor, weight: Tensor,
     Shapes: error [S, T, E] of S sides; parts [T, K, E]; owner [T, K], -1 for none; weight [T]; the result [S, owners].
     """
     sides, choices = len(error), parts.shape[1]
-    scale = (weight / weight.max().clamp(min=1e-300)).sqrt().to(error.dtype)[:, None, None]
-    both = torch.empty(len(parts), choices + sides, parts.shape[2], dtype=error.dtype)
-    torch.mul(parts.to(error.dtype), scale, out=both[:, :choices])
-    torch.mul(error.transpose(0, 1), scale, out=both[:, choices:])
-    inner = (both @ both.transpose(1, 2)).double()  # part by part, part by error and error by error at once
     known, ids = owner >= 0, owner.clamp(min=0)
+    inner = _inner_products(error, parts, weight)
     among = inner[:, :choices, :choices] * (known[:, :, None] & known[:, None, :])
     pairs = ids[:, :, None] * owners + ids[:, None, :]
     gram = torch.zeros(owners * owners, dtype=torch.float64)
@@ -127,3 +125,17 @@ def joint_slopes(*, error: Tensor, parts: Tensor, owner: Tensor, weight: Tensor,
     spread = (left[:, None] / freedom * inverse.diagonal().clamp(min=0)).sqrt()
     uncertain = torch.where(used, spread, math.inf)
     return Slopes(value=value.T, error=uncertain, samples=torch.full((owners,), int(freedom) + 1))
+
+
+def _inner_products(error: Tensor, parts: Tensor, weight: Tensor) -> Tensor:
+    """Return by token the inner products of its K parts and S errors with each other, weighted: [T, K + S, K + S]."""
+    (tokens, choices, width), count = parts.shape, parts.shape[1] + len(error)
+    step = max(1, _BLOCK_ELEMENTS // max(1, count * width))
+    both = torch.empty(min(step, tokens), count, width, dtype=error.dtype)
+    inner = torch.empty(tokens, count, count, dtype=torch.float64)
+    for start in range(0, tokens, step):
+        block = both[: min(step, tokens - start)]
+        block[:, :choices] = parts[start : start + step]
+        block[:, choices:] = error[:, start : start + step].transpose(0, 1)
+        inner[start : start + step] = block @ block.transpose(1, 2)
+    return inner * (weight / weight.max().clamp(min=1e-300))[:, None, None]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from harness.metrics.real import Errors, cosine, max_abs_error, mismatches, pcc, rel_rms_error
+from harness.metrics.real import Errors, cosine, errors_of, max_abs_error, mismatches, pcc, rel_rms_error
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -21,7 +21,7 @@ def test_rounding_is_the_error_of_one_rounding(dtype: torch.dtype) -> None:
 
 
 def rounding(values: torch.Tensor, dtype: torch.dtype) -> Errors:
-    return Errors(actual=[], expected=values, dtype=dtype)
+    return errors_of(actual=[], expected=values, dtype=dtype)
 
 
 def test_zeros_round_exactly() -> None:
@@ -50,11 +50,10 @@ def test_sums_agree_across_slices_and_blocks(monkeypatch: pytest.MonkeyPatch) ->
     for block, kept in ((1 << 18, 1 << 22), (24 * 5, 1 << 22), (24 * 5, 0)):
         monkeypatch.setattr("harness.metrics.real._BLOCK_ELEMENTS", block)
         monkeypatch.setattr("harness.metrics.real._KEPT_ELEMENTS", kept)
-        sums = Errors(actual=[a, e], expected=e, groups=4)
+        sums = errors_of(actual=[a, e], expected=e, groups=4)
         assert float(sums.error[0].sum()) == pytest.approx(whole)
         assert float(sums.error[1].sum()) == 0
-        columns = sums.columns(torch.ones(37, dtype=torch.float64))
-        assert float(columns[0].sum()) == pytest.approx(whole)
+        assert float(sums.column[0].sum()) == pytest.approx(whole)
         assert torch.allclose(sums.product[0, :, 1], ((a - e) * e)[:, 6:12].sum(dim=1))
         assert torch.allclose(sums.signal[:, 1], e[:, 6:12].square().sum(dim=1))
 
@@ -63,7 +62,7 @@ def test_nan_propagates() -> None:
     """A NaN anywhere makes every aggregate NaN."""
     a = normal(4, 4)
     a[2, 1] = math.nan
-    assert math.isnan(Errors(actual=[a], expected=normal(4, 4)).error.sum())
+    assert math.isnan(errors_of(actual=[a], expected=normal(4, 4)).error.sum())
     assert math.isnan(max_abs_error(actual=a, expected=normal(4, 4)))
 
 
@@ -71,7 +70,9 @@ def test_accumulation_is_wide() -> None:
     """Many small squares are not lost beside a large one, as they would be in float32."""
     a = torch.full((1, 200_000), 1e-4, dtype=torch.float32)
     a[0, 0] = 100.0
-    assert float(Errors(actual=[a], expected=torch.zeros_like(a)).error) == pytest.approx(1e4 + 199_999e-8, rel=1e-12)
+    assert float(errors_of(actual=[a], expected=torch.zeros_like(a)).error) == pytest.approx(
+        1e4 + 199_999e-8, rel=1e-12
+    )
 
 
 def test_mismatches_compare_values_not_bytes() -> None:
@@ -87,7 +88,7 @@ def test_what_is_measured_stays_as_it_is() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         value = torch.arange(6, dtype=dtype).reshape(2, 3)
         kept = value.clone()
-        Errors(actual=[value], expected=value, dtype=torch.bfloat16).columns(torch.ones(2, dtype=torch.float64))
+        errors_of(actual=[value], expected=value, dtype=torch.bfloat16, groups=3)
         assert torch.equal(value, kept)
 
 
@@ -98,11 +99,12 @@ def test_sums_in_float32_lose_nothing_that_matters(scale: float, expected_in: to
     e = (normal(24, 96) * scale).to(expected_in)
     a = (e * (1 + 1e-3 * normal(24, 96, seed=1))).float()
     weight = normal(24, seed=2).square() / scale**2
-    narrow = Errors(actual=[a], expected=e, dtype=torch.bfloat16, groups=8)
-    wide = Errors(actual=[a.double()], expected=e.double(), dtype=torch.bfloat16, groups=8)
-    for name in ("error", "signal", "rounding"):
+    narrow = errors_of(actual=[a], expected=e, dtype=torch.bfloat16, groups=8, weigh=lambda *_: weight)
+    wide = errors_of(actual=[a.double()], expected=e.double(), dtype=torch.bfloat16, groups=8,
+                     weigh=lambda *_: weight)  # fmt: skip
+    assert narrow.narrow == (1e-10 < scale < 1e13)
+    for name in ("error", "signal", "rounding", "column"):
         assert torch.allclose(getattr(narrow, name), getattr(wide, name), rtol=2e-6, atol=0)
-    assert torch.allclose(narrow.columns(weight), wide.columns(weight), rtol=2e-6, atol=0)
     size = (wide.error[:, :, None] * wide.signal).sqrt()
     assert float(((narrow.product - wide.product) / size).abs().max()) < 2e-6
 
@@ -111,6 +113,6 @@ def test_a_square_that_overflows_float32_is_still_a_number() -> None:
     """A finite value whose square float32 cannot hold gives a finite sum; an infinite one an infinite sum."""
     e, a = torch.ones(4, 8), torch.ones(4, 8)
     a[1, 2] = 1e25
-    assert float(Errors(actual=[a], expected=e).error.sum()) == pytest.approx(1e50, rel=1e-5)
+    assert float(errors_of(actual=[a], expected=e).error.sum()) == pytest.approx(1e50, rel=1e-5)
     a[1, 2] = math.inf
-    assert float(Errors(actual=[a], expected=e).error.sum()) == math.inf
+    assert float(errors_of(actual=[a], expected=e).error.sum()) == math.inf

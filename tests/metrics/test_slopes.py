@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.metrics.real import Errors
+from harness.metrics.real import errors_of
 from harness.metrics.slopes import Products, Slopes, group_slopes, joint_slopes
 
 TOKENS, WIDTH, EXPERTS, CHOICES = 96, 64, 12, 3
@@ -23,7 +23,7 @@ def sides(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def products_of(actual: torch.Tensor, expected: torch.Tensor, groups: int) -> Products:
-    errors = Errors(actual=[actual], expected=expected, groups=groups)
+    errors = errors_of(actual=[actual], expected=expected, groups=groups)
     return Products(error=errors.product, signal=errors.signal)
 
 
