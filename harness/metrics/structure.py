@@ -68,7 +68,8 @@ def mean_by_group(z: Tensor, *, groups: int, tests: int) -> Beyond:
     own = alike.diagonal(dim1=1, dim2=2)
     total = own.sum(dim=1) / (samples - 1)
     cross = (alike.square().sum(dim=(1, 2)) - own.square().sum(dim=1)) / (samples * (samples - 1))
-    freedom = (total.square() / cross).clamp(min=1.0, max=float(width // groups))
+    # No error at all has one direction: 0 / 0 is no number.
+    freedom = (total.square() / cross.clamp(min=1e-300)).clamp(min=1.0, max=float(width // groups))
     spread = 2 / (9 * freedom)
     quantile = (1 - spread + sigmas(tests, samples) * spread.sqrt()) ** 3
     size = mean.square().reshape(groups, -1)

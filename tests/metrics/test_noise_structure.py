@@ -93,3 +93,9 @@ def test_nan_stays_nan() -> None:
     assert torch.isnan(mean_by_channel(z, tests=TESTS).excess[5])
     assert torch.isnan(mean_by_group(z, groups=1, tests=TESTS).excess).all()
     assert torch.isnan(rise(z.norm(dim=1), splits=splits_of(61), tests=TESTS).excess).all()
+
+
+def test_no_error_at_all_has_no_mean():
+    """Equal values give an effect of 0, not of nothing: a port that is exact in a place is not refused there."""
+    found = mean_by_group(torch.zeros(16, 8), groups=2, tests=100)
+    assert found.excess.tolist() == [0.0, 0.0]
