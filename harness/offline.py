@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from harness.checklist import load_checklists
 from harness.compare import compare_run
 from harness.compare.run import is_mandatory
 from harness.compare.subject import measured
-from harness.diagnose import explain
+from harness.diagnose import diagnose
 from harness.errors import TraceError
 from harness.golden import load_recordings
 from harness.mapping import apply_mapping, proposal_text, propose, read_mapping
@@ -48,14 +48,16 @@ def compare_dirs(
     coarse: set[str] = set()
     if not any(_asked(trace, oracles) in oracles for trace in ours):
         raise TraceError(f"{_unpaired(ours[0], oracles, expected).message}; record the same token ids on both sides")
+    known: dict[tuple[str, str], Trace] = {}
     for trace in ours:
         stage = trace.run.stage if trace.run.stage in STAGES else "text"
         key = _asked(trace, oracles)
         oracle = oracles.get(key)
+        known |= _by_role(trace, oracle, floors[key])
         by_stage[stage] += _compared(stage, trace, oracle, oracles, floors[key], expected)
         coarse |= {f.setup.dtype for f in floors[key] if f.setup.dtype != (trace.run.dtype or trace.setup.dtype)}
         extra |= set(trace.tensors) - set(oracle.tensors) if oracle is not None else set()
-    stages = [_judged(stage, by_stage[stage], promises, command) for stage in STAGES if stage in by_stage]
+    stages = [_judged(stage, by_stage[stage], promises, command, known) for stage in STAGES if stage in by_stage]
     unseen = f"{len(extra)} taps of {actual} have no counterpart: {', '.join(sorted(extra)[:8])}" if extra else ""
     other = f"the floor was recorded in {', '.join(sorted(coarse))}, not in the port's precision" if coarse else ""
     missing = "" if any(floors.values()) else "no floor was recorded: every value is held to half an ulp of the port"
@@ -126,6 +128,16 @@ def _compared(
         dtype=trace.run.dtype or trace.setup.dtype,
     )
     return [*found, *problems]
+
+
+def _by_role(trace: Trace, oracle: Trace | None, floors: Sequence[Trace]) -> dict[tuple[str, str], Trace]:
+    """Return a trace and what answers it by role and run, as diagnosis looks them up."""
+    found = {("accel", trace.run.id): trace}
+    if oracle is not None:
+        found["oracle", trace.run.id] = oracle
+    for floor in [f for f in floors if _phased(f) == _phased(trace)] or floors:
+        found[f"floor {len(found)}", trace.run.id] = floor
+    return found
 
 
 def _told(stage: str, trace: Trace, problem: str, message: str, subject: str = "*") -> list[Measurement]:
@@ -212,14 +224,23 @@ def _answers(traces: Iterable[Trace]) -> tuple[dict[str, Trace], dict[str, list[
     return oracles, floors
 
 
-def _judged(stage: str, measurements: Sequence[Measurement], promises: Any, reproduce: str) -> StageResult:
+def _judged(
+    stage: str,
+    measurements: Sequence[Measurement],
+    promises: Any,
+    reproduce: str,
+    known: Mapping[tuple[str, str], Trace],
+) -> StageResult:
     criteria = [c for c in promises.by_stage[stage] if any(gate.covers(c, m) for m in measurements)]
     verdicts, unjudged = gate.judge(
         criteria=criteria, measurements=measurements, in_scope=lambda _: "", today=datetime.date.today()
     )
     verdicts = [dataclasses.replace(v, reproduce=reproduce) for v in verdicts]
     status, reason = gate.stage_status(verdicts)
-    findings = explain(gate.breaking(verdicts, measurements), modules={}, reproduce=reproduce)
+    findings = diagnose(
+        gate.breaking(verdicts, measurements), lambda role, run: known.get((role, run)),
+        floors=sorted({role for role, _ in known} - {"accel", "oracle"}), modules={}, reproduce=reproduce,
+    )  # fmt: skip
     return StageResult(
         name=stage,
         status=status,

@@ -15,16 +15,17 @@ def diagnose(
     traces: Traces,
     *,
     floors: Sequence[str],
-    info: ModelInfo,
     modules: Mapping[str, str],
     reproduce: str,
+    info: ModelInfo | None = None,
 ) -> list[Finding]:
     """Return findings, the first wrong place first, with the structure of the error where the traces show one.
 
-    `traces(role, run id)` looks up a trace; `floors` are the roles of honest ones;
-    `modules` gives the port's own paths.
+    `traces(role, run id)` looks up a trace; `floors` are the roles of honest ones; `modules` gives the port's own
+    paths; `info`, where the model is known, its edges and heads.
     """
     findings = explain(failing, modules=modules, reproduce=reproduce)
     return structured(
-        findings, [m for _, m in failing], traces, floors=floors, edges=info.edges, heads=info.heads
+        findings, [m for _, m in failing], traces, floors=floors,
+        edges=info.edges if info is not None else {}, heads=info.heads if info is not None else 0,
     )  # fmt: skip

@@ -51,6 +51,7 @@ DIRECT = {
     "greedy_margin_z": "another token was chosen where the reference was sure",
     "padding_probability": "columns beyond the vocabulary can be sampled: padded rows of the output matrix, not masked",
     "taps_change_logits": "looking at the port changes it: a tap aliases a buffer, or hooks switch off a path",
+    "repeat_ratio": "the same input twice gives other values: a race, memory never written, or something kept between",
     "collective_wrong_elements": "a collective gives wrong sums: group, datatype, uneven sizes, or an early buffer",
     "rank_disagreements": "ranks that must hold the same do not: a missing reduction, or one rank's own slice",
     "rank_missing": "a rank did not report: it crashed, hung, or never joined",

@@ -83,7 +83,9 @@ def by_token(matrix: Matrix) -> Made:
         a, e = (x.reshape(len(x), count, -1) for x in (matrix.actual, matrix.expected))
         ratio = (a * e)[..., ::2].sum(-1) / e[..., ::2].square().sum(-1).clamp(min=1e-300)
         words = f"a factor of its own for each token{where} ({float(ratio.min()):.3g} to {float(ratio.max()):.3g})"
-        usual = "the denominator of a softmax, or a sink" if where else "a norm's epsilon, or what it divides by"
+        usual = (
+            "a softmax's denominator, a sink, or a norm of each head" if where else "a norm's epsilon or denominator"
+        )
         yield f"{words}: {usual}", (e * ratio[..., None]).flatten(1), odd_channels(matrix)
 
 

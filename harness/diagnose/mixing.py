@@ -21,11 +21,19 @@ SEEN, UNSEEN = 0.03, 0.01
 
 def mixed(matrix: Matrix) -> Made:
     """Other weights of the same values: keys of the future, keys never seen, another scale of the softmax."""
-    if matrix.heads < 1 or matrix.actual.shape[1] % matrix.heads:
-        return
-    size = matrix.actual.shape[1] // matrix.heads
+    width = matrix.actual.shape[1]
+    for heads in [matrix.heads] if matrix.heads else [h for h in range(1, width // 8 + 1) if width % h == 0]:
+        found = list(_mixed(matrix, heads))
+        yield from found
+        if found:
+            return
+
+
+def _mixed(matrix: Matrix, heads: int) -> Made:
+    """Read weights back for a number of heads: another number than there are fits nothing."""
+    size = matrix.actual.shape[1] // heads
     rows = min(len(matrix.actual) - 1, size * 3 // 4, FEW)
-    values = next((v for x in matrix.around.values() if (v := _values(matrix, x, size)) is not None), None)
+    values = next((v for x in matrix.around.values() if (v := _values(matrix, x, heads)) is not None), None)
     if values is None or rows < 3:
         return
     due, held = (_weights(x, values, rows) for x in (matrix.expected, matrix.actual))
@@ -45,19 +53,20 @@ def mixed(matrix: Matrix) -> Made:
         yield "the right values with other weights: queries, keys, their rotary angles, scale or mask", changed, tried
 
 
-def _values(matrix: Matrix, x: Tensor, size: int) -> Tensor | None:
+def _values(matrix: Matrix, x: Tensor, heads: int) -> Tensor | None:
     """Return a tensor as values [H, T, D] if the first token of every head is its first value, and None otherwise.
 
     Values lie in heads of their own, fewer than those of queries or as many: alone, at the end of a fused row, or at
     the end of each head.
     """
-    first = matrix.expected[0].reshape(matrix.heads, size)
-    for count in {h for h in range(1, matrix.heads + 1) if matrix.heads % h == 0}:
+    first = matrix.expected[0].reshape(heads, -1)
+    size = first.shape[1]
+    for count in [h for h in range(1, heads + 1) if heads % h == 0]:
         ways = [x[:, -count * size :].reshape(len(x), count, size)] if x.shape[1] >= count * size else []
         if x.shape[1] % count == 0 and x.shape[1] // count > size:
             ways.append(x.reshape(len(x), count, -1)[..., -size:])
         for values in ways:
-            spread = values.repeat_interleave(matrix.heads // count, 1)
+            spread = values.repeat_interleave(heads // count, 1)
             alike = torch.nn.functional.cosine_similarity(spread[0], first, dim=-1)
             if bool((alike > 1 - FIRST**2).all()):
                 return spread.transpose(0, 1)

@@ -76,8 +76,9 @@ def _told(
     actual, expected = sides
     noise = _noise(finding.tap, oracle, expected, honest_ones)
     first = int(oracle.run.options.get("compare_from", 0)) or int(accel.run.options.get("compare_from", 0))
+    calls = {f"the start of call {i}": start for i, (start, _) in enumerate(accel.run.steps[1:3], 2)}
     where = region(actual=actual.values[first:], expected=expected.values[first:], noise=noise[first:], first=first,
-                   edges=edges) if expected.tokens else ""  # fmt: skip
+                   edges={**edges, **calls}) if expected.tokens else ""  # fmt: skip
     pattern = best_pattern(_matrix(finding.tap, oracle, actual, expected, heads, first))
     error = (actual.values[first:].double() - expected.values[first:].double()).norm()
     honest = float(noise[first:].norm() / error.clamp(min=1e-300))
@@ -262,9 +263,8 @@ def region(*, actual: Tensor, expected: Tensor, noise: Tensor, first: int, edges
     if dense and end < tokens - 1 and right[1] and start == 0:
         return f"error appears only at positions < {first + end + 1}{_edge(first + end + 1, edges)}; equal after"
     if dense and right == (True, True) and (start > 0 or end < tokens - 1):
-        return f"error appears only at positions {first + start} to {first + end}" if count > 1 else (
-            f"error appears only at position {first + start}"
-        )  # fmt: skip
+        begin = f"{first + start} to {first + end}{_edge(first + start, edges)}"
+        return f"error appears only at {f'positions {begin}' if count > 1 else f'position {first + start}'}"
     if count * 2 <= tokens and bool((loud | quiet).double().mean() > 0.9):
         shown = ", ".join(str(first + int(p)) for p in places[:6])
         return f"error appears only at {count} of {tokens} tokens ({shown}{', ...' if count > 6 else ''})"
