@@ -61,7 +61,11 @@ def exercised(plan: Plan, stages: Sequence[StageResult], view: Callable[[str], S
             longest = max(longest, int(trace.facts.get("length_tokens", 0)))
             taps = max(taps, len(trace.taps))
     lists = {k: sorted(v, key=STAGES.index if k == "stages" else None) for k, v in reached.items()}
-    return {**lists, "longest_tokens": longest, "taps": taps}
+    told = [
+        f"{s.name}: {v.worst.detail['message']}" for s in stages for v in s.verdicts
+        if v.criterion.metric == "unexercised" and v.status is Status.PASSED and v.worst is not None and v.worst.n
+    ]  # fmt: skip
+    return {**lists, "longest_tokens": longest, "taps": taps, "coverage": told}
 
 
 def not_covered(plan: Plan, stages: Sequence[StageResult]) -> list[str]:

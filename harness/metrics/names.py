@@ -69,4 +69,5 @@ METRICS: Mapping[str, str] = {
     "peak_over_plan": "ratio",
     # coverage
     "decision_coverage_share": "share",
+    "unexercised": "count",
 }

@@ -11,12 +11,15 @@ from harness.compare.subject import measured
 from harness.metrics.latency import jitter_ratio, median, p90
 from harness.metrics.memory import peak_over_plan
 from harness.stages import StageContext, StageView
+from harness.stages.exercised import exercised
 from harness.stages.replays import LAYERS_ONLY, free_and_replays, measure_runs, phase, spans_of
 from harness.types import Failure, Measurement, Run, Trace
 
 NAME = "long_context"
 NEEDS: tuple[str, ...] = ("text",)
 QUICK_RUNGS, QUICK_LONGEST = 5, 257
+BEYOND, MOST_KEPT = 17, 4096
+"""Tokens beyond what a selection keeps, and the most that it may keep for the quick profile to go there."""
 SHORTEST = 5
 DECODE_STEPS, WARMUP = 64, 4
 BUCKETS = 16
@@ -30,7 +33,8 @@ def rungs(context: StageContext) -> list[int]:
     The longest permitted length is always one; the quick profile keeps the nearest edges and at most `QUICK_RUNGS`.
     """
     claimed = min(context.scope.max_length_tokens, context.info.max_length_tokens)
-    longest = claimed if context.full else min(claimed, QUICK_LONGEST)
+    kept = [edge + BEYOND for name, edge in context.info.edges.items() if "topk" in name and edge <= MOST_KEPT]
+    longest = claimed if context.full else min(claimed, max([QUICK_LONGEST, *kept]))
     edges = sorted({e for e in context.info.edges.values() if e < longest}, reverse=True)
     around = [e + step for step in (1, 0, -1) for e in edges]
     powers = [(1 << k) + 1 for k in range(16, 4, -1)]
@@ -65,7 +69,7 @@ def plan(context: StageContext) -> list[Run]:
 
 def measure(view: StageView) -> list[Measurement]:
     """Compare every rung with the oracle, then peak memory with a plan, then decode latency."""
-    found = measure_runs(view, NAME, view.runs)
+    found = [*measure_runs(view, NAME, view.runs), *exercised(view, NAME)]
     for run in view.runs:
         trace = view.trace("accel", run.id)
         if run.id == "long_context/memory":

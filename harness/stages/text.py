@@ -13,6 +13,7 @@ from harness.compare.subject import measured
 from harness.metrics.distributions import greedy_margin_z
 from harness.metrics.real import max_abs_error
 from harness.stages import StageContext, StageView
+from harness.stages.exercised import exercised
 from harness.stages.replays import free_and_replays, measure_runs, phase, spans_of
 from harness.types import Case, Failure, Measurement, Run, Trace
 
@@ -24,6 +25,8 @@ DECODE_STEPS, DECODE_STEPS_FULL = 16, 48
 """Single steps that are pooled. Source: fewer than 16 honestly reach a ratio of 2."""
 TOKENS_PER_EXPERT = 2
 """Tokens that an expert is judged on at least. Source: slopes are fitted jointly, so one would do; two are a check."""
+BEYOND = 16
+"""Tokens beyond what a selection keeps."""
 REACH, REACH_FULL = 257, 1025
 """Longest prompt, in tokens, that the search for all experts may make."""
 
@@ -35,7 +38,7 @@ def plan(context: StageContext) -> list[Run]:
         suffixes = ["", *(f"-{number}" for number in range(2, len(recorded) + 1))]
         pairs = zip(recorded, suffixes, strict=True)
         return [run for case, suffix in pairs for run in free_and_replays(context, NAME, case, suffix=suffix)]
-    case = text_case(context.info, _fit(context, LENGTH), seed=1)
+    case = text_case(context.info, _fit(context, _length(context)), seed=1)
     runs = _one_case(context, case, "")
     if context.full and _fit(context, LONG) > LENGTH:
         runs += _one_case(context, text_case(context.info, _fit(context, LONG), seed=2), "-long")
@@ -48,6 +51,13 @@ def plan(context: StageContext) -> list[Run]:
     ]
     runs.append(Run(id="text/generate", stage=NAME, kind="generate", case=_shorter(context, case), observe=True))
     return runs
+
+
+def _length(context: StageContext) -> int:
+    """Return the prompt's length: prime, and beyond what a selection keeps, so that it has to drop something."""
+    kept = [edge for name, edge in context.info.edges.items() if "topk" in name and edge + BEYOND <= REACH]
+    first = max([LENGTH, *(edge + BEYOND for edge in kept)])
+    return next(n for n in range(first, 2 * first) if all(n % k for k in range(2, int(n**0.5) + 1)))
 
 
 def _fit(context: StageContext, length: int) -> int:
@@ -100,6 +110,7 @@ def measure(view: StageView) -> list[Measurement]:
     if oracles:
         experts = view.context.info.experts
         found += idle_experts(NAME, free[0], oracles, experts=experts, need=TOKENS_PER_EXPERT)
+    found += exercised(view, NAME)
     if any(not run.observe for run in view.runs):
         found += [_repeated(view), _observer(view)]
     return found

@@ -9,6 +9,7 @@ import torch
 
 from harness.cases import ModelInfo
 from harness.stages import StageContext, StageView, text
+from harness.stages.exercised import exercised
 from harness.types import Failure, Measurement, Run, Scope, Setup, Tap, Trace
 
 INFO = ModelInfo(path="m", config={}, vocab_size=50, layers=2, max_length_tokens=512)
@@ -179,4 +180,47 @@ def test_runs_that_failed_are_measured_as_problems() -> None:
     view = StageView(context=context(), runs=runs, trace=lambda role, run: {**failures, **oracles}.get((role, run)))
     found = text.measure(view)
     assert {m.metric for m in found} >= {"error_ratio", "logits_kl_ratio", "greedy_margin_z", "taps_change_logits"}
-    assert all(m.problem and "SIGSEGV" in m.detail["message"] for m in found)
+    of_the_port = [m for m in found if m.metric != "unexercised"]
+    assert all(m.problem and "SIGSEGV" in m.detail["message"] for m in of_the_port)
+
+
+def test_a_prompt_is_long_enough_for_a_selection_to_drop_something() -> None:
+    """A selection of 96 gets a prompt beyond it, still a prime; one of 2048 is left to the long context."""
+    for kept, expected in ((8, 61), (96, 113), (2048, 61)):
+        info = ModelInfo(path="m", config={}, vocab_size=50, layers=2, max_length_tokens=4096, edges={"topk": kept})
+        assert len(by_id(text.plan(context(info=info)))["text/free"].case.token_ids) == expected
+
+
+def unexercised(info: ModelInfo = INFO, phases: tuple[str, ...] = ("prefill",), **cache: int) -> dict[str, Measurement]:
+    """Return what a port's runs reached, by what it is about."""
+    planned = context("phases", info=info, phases=phases)
+    runs = text.plan(planned)
+    facts = {"length_tokens": 61, "cache": cache}
+    traces = {("accel", r.id): traced(r, None, **facts) for r in runs if r.options.get("phase") != "chunked"}
+    traces |= {("oracle", r.id): traced(r, normal(61, 0), "oracle") for r in runs if r.kind == "forward" and r.observe}
+    view = StageView(context=planned, runs=runs, trace=lambda role, run: traces.get((role, run)))
+    return {m.where["what"]: m for m in exercised(view, "text")}
+
+
+def test_declared_phases_that_nobody_recorded_are_named() -> None:
+    """Of three declared phases one was lost; without phases nothing is missing."""
+    found = unexercised(phases=("prefill", "chunk", "decode"))["phases"]
+    assert found.problem == "too_few"
+    assert found.detail["idle"] == ["chunk"]
+    assert unexercised()["phases"].value == 0
+
+
+def test_pages_are_counted_where_the_port_tells_of_them() -> None:
+    """Several pages and a step that begins one are exercised with pages of 16; one page of 128 exercises neither."""
+    assert unexercised(page_tokens=16)["pages"].value == 0
+    assert len(unexercised(page_tokens=128)["pages"].detail["idle"]) == 2
+    assert unexercised()["pages"].n == 0
+
+
+def test_lengths_of_the_model_that_the_prompts_stay_below_are_named() -> None:
+    """A window of 8 is exercised by 61 tokens, one of 4096 is not."""
+    for window, idle in ((8, []), (4096, ["sliding_window 4096"])):
+        info = ModelInfo(
+            path="m", config={}, vocab_size=50, layers=2, max_length_tokens=512, edges={"sliding_window": window}
+        )
+        assert unexercised(info)["lengths"].detail["idle"] == idle
