@@ -113,8 +113,9 @@ def _frozen() -> Write:
     return lambda value, name: fp8(value, (1.2 if name.startswith("1.") else FILE) / E4M3)
 
 
-def _half_state(value: Tensor, name: str) -> Tensor:
-    return value.to(torch.bfloat16).to(value.dtype) if name.endswith("state") else value
+def _state(dtype: torch.dtype) -> Write:
+    """A state stored in a narrow type, updated in a wide one."""
+    return lambda value, name: value.to(dtype).to(value.dtype) if name.endswith("state") else value
 
 
 # --- weights and activations ---
@@ -213,5 +214,7 @@ HOLDS: Mapping[str, Callable[[nn.Module], None]] = {
     "int8_halved": lambda module: _int8(module, wrong="1.mlp.down_proj"),
     "fp8_blocks": _fp8_blocks,
     "fp8_transposed": lambda module: _fp8_blocks(module, wrong="1.mlp.up_proj"),
-    "state_bf16": _cached(_half_state),
+    "state_bf16": _cached(_state(torch.bfloat16)),
+    "state_fp16": _cached(_state(torch.float16)),
+    "state_fp8": _cached(lambda value, name: fp8(value, 1.0) if name.endswith("state") else value),
 }
