@@ -28,10 +28,12 @@ import fnmatch
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,8 @@ _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
+WIDENED = 1 << 20
+_SCRATCH = threading.local()
 _KINDS = {"logits": "logits", "inputs.token_ids": "input"}
 _LIVE: dict[int, Recorder] = {}
 _KEYS = itertools.count()
@@ -209,8 +213,8 @@ class Recorder:
         for row in self._pending:
             devices.setdefault(row[1][0].device, []).append(row)
         for rows in devices.values():
-            numbers = torch.stack([n.float() for _, four, _, _ in rows for n in four]).cpu().tolist()
-            sketches = torch.cat([sketch.float() for _, _, _, sketch in rows]).cpu().tolist()
+            numbers = _brought([n for _, four, _, _ in rows for n in four])
+            sketches = _brought([sketch for _, _, _, sketch in rows])
             counted = [bad for _, _, bad, _ in rows if isinstance(bad, torch.Tensor)]
             counts = iter(torch.stack(counted).cpu().tolist() if counted else [])
             at = 0
@@ -310,7 +314,7 @@ class Recorder:
             },
             "provenance": self._provenance(),
         }  # fmt: skip
-        (scratch / "manifest.json").write_text(json.dumps({**manifest, "seal": _seal(manifest)}, indent=1))
+        (scratch / "manifest.json").write_text(json.dumps({**manifest, "seal": _seal(manifest)}))
         mine = [row for row in self._lines if row[0]["forward"] in state.forwards]
         (scratch / "statistics.jsonl").write_text("".join(_line(row) for row in mine))
         shutil.rmtree(folder, ignore_errors=True)
@@ -410,15 +414,35 @@ def _summary(tensor: torch.Tensor) -> tuple[Sequence[torch.Tensor], torch.Tensor
     Counting costs more than all the rest on a CPU and is done there only where a sum says that there is something to
     count; asking that would wait for an accelerator, where counting is cheap.
     """
-    flat = tensor.reshape(-1)
-    wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    wide = _widened(tensor)
     least, greatest = torch.aminmax(wide)
     squares = torch.dot(wide, wide)
     bad: torch.Tensor | int = 0
-    if tensor.device.type != "cpu" or not torch.isfinite(squares):
+    if tensor.device.type != "cpu" or not math.isfinite(squares.item()):
         bad = torch.isfinite(wide).logical_not().sum()
-    sketch = flat[:: max(1, flat.numel() // SAMPLES) | 1][:SAMPLES].clone()
+    sketch = wide[:: max(1, wide.numel() // SAMPLES) | 1][:SAMPLES].clone()
     return (wide.sum(), squares, least, greatest), bad, sketch
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in a row, in float32 at least; those of 16 bits in memory that the next ones overwrite."""
+    if tensor.dtype in (torch.bfloat16, torch.float16) and tensor.device.type == "cpu" and tensor.numel() <= WIDENED:
+        if not hasattr(_SCRATCH, "held"):
+            with torch.inference_mode(False):  # or it could be written into under inference mode alone
+                _SCRATCH.held = torch.empty(WIDENED, dtype=torch.float32, device="cpu")
+        wide: torch.Tensor = _SCRATCH.held[: tensor.numel()]
+        wide.view(tensor.shape).copy_(tensor)
+        return wide
+    flat = tensor.reshape(-1)
+    return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+
+
+def _brought(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Return the values of small tensors, one after the other, each kind of them widened at once."""
+    if any(t.dtype is not tensors[0].dtype for t in tensors):
+        tensors = [t.float() for t in tensors]
+    values: list[float] = torch.cat([t.reshape(-1) for t in tensors]).float().tolist()
+    return values
 
 
 _Row = tuple[dict[str, Any], Sequence[float], int, Sequence[float]]

@@ -53,6 +53,17 @@ def test_small_and_strange_tensors_have_statistics(tensor):
     assert json.loads(json.dumps(found))["n"] == tensor.numel()
 
 
+def test_tensors_of_every_mode_have_the_same_numbers():
+    """Inference mode, gradients and memory in another order change nothing, in whatever order they come."""
+    values = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = facts(values)
+    with torch.inference_mode():
+        assert facts(values.clone()) == expected
+    assert facts(values.clone().requires_grad_()) == expected
+    turned = facts(values.T.contiguous().T)
+    assert {**turned, "stride": expected["stride"]} == expected
+
+
 def test_a_recorder_of_statistics_keeps_tensors_only_where_named():
     """Every tap has its numbers of each call; the taps that are named are kept whole as well."""
     record = TraceRecorder(statistics=True, keep=("layers.1",))

@@ -63,7 +63,7 @@ def save_trace(folder: Path, trace: Trace) -> None:
         "facts": as_json(trace.facts),
         "provenance": dict(trace.provenance),
     }
-    (scratch / "manifest.json").write_text(json.dumps({**manifest, "seal": _seal(manifest)}, indent=1))
+    (scratch / "manifest.json").write_text(_written({**manifest, "seal": _seal(manifest)}))
     publish(scratch, folder)
 
 
@@ -145,6 +145,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if row["file"] not in manifest["parts"]:
             raise TraceError(f"expected plain file names in {path}, found {row['file']!r}; do not use this trace")
     return manifest
+
+
+def _written(manifest: Mapping[str, Any]) -> str:
+    """Return a manifest as JSON with a line for each entry and each tensor: indented JSON takes ten times as long."""
+    lines = []
+    for key, value in manifest.items():
+        rows = ",\n  ".join(map(json.dumps, value)) if key == "tensors" else ""
+        lines.append(f"{json.dumps(key)}: " + (f"[\n  {rows}\n]" if rows else json.dumps(value)))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:

@@ -115,7 +115,8 @@ def _scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return memory of this thread that the next call for the same name writes over."""
     held, size = getattr(_SCRATCH, f"{name}{dtype}", None), math.prod(shape)
     if held is None or held.numel() < size:
-        held = torch.empty(size, dtype=dtype)
+        with torch.inference_mode(False):  # or it could be written into under inference mode alone
+            held = torch.empty(size, dtype=dtype)
         setattr(_SCRATCH, f"{name}{dtype}", held)
     found: Tensor = held[:size].view(shape)
     return found
