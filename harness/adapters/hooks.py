@@ -48,6 +48,7 @@ class Taps:
         self.handed = Handed()
         self._head: Tensor | None = None
         self._signatures: dict[str, tuple[str, ...]] = {}
+        self._bare: set[str] = set()
         self._handles: list[RemovableHandle] = []
         modules = dict(module.named_modules())
         for path, name in structure.names.items():
@@ -93,6 +94,8 @@ class Taps:
 
     def _attach(self, path: str, name: str, module: nn.Module) -> None:
         self._signatures[name] = _argument_names(module)
+        if next(module.parameters(), None) is None:
+            self._bare.add(name)
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
             if self.record is None:
@@ -118,8 +121,9 @@ class Taps:
         return args, {**kwargs, "inputs_embeds": self.handed.learn(embedded, self.record("merged", embedded))}
 
     def _before(self, name: str, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        count = self._calls[name] = self._calls.get(name, 0) + 1
-        self._stack.append(name if count == 1 else f"{name}.call{count - 1}")
+        unit = _told(name, args, kwargs) if name in self._bare else name
+        count = self._calls[unit] = self._calls.get(unit, 0) + 1
+        self._stack.append(unit if count == 1 else f"{unit}.call{count - 1}")
         given: tuple[list[Any], dict[str, Any]] = ([*args], dict(kwargs))
         first = True
         for place, argument in _in_order(self._signatures[name], len(args), tuple(kwargs)):
@@ -328,6 +332,15 @@ def _argument_names(module: nn.Module) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(module.forward).parameters.values()
     return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def _told(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the name of a call of a module without weights that is told by a word what to make.
+
+    Such as rotary tables of several kinds of layers, made one after the other in any order.
+    """
+    word = next((v for v in (*args, *kwargs.values()) if isinstance(v, str)), "")
+    return f"{name}.{re.sub(r'[^0-9A-Za-z]', '_', word)}" if word else name
 
 
 @lru_cache(maxsize=1 << 12)

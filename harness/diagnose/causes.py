@@ -51,6 +51,7 @@ DIRECT = {
     "greedy_margin_z": "another token was chosen where the reference was sure",
     "padding_probability": "columns beyond the vocabulary can be sampled: padded rows of the output matrix, not masked",
     "taps_change_logits": "looking at the port changes it: a tap aliases a buffer, or hooks switch off a path",
+    "unexercised": "the cases did not reach everything that the model has: what was not exercised was not checked",
     "repeat_ratio": "the same input twice gives other values: a race, memory never written, or something kept between",
     "collective_wrong_elements": "a collective gives wrong sums: group, datatype, uneven sizes, or an early buffer",
     "rank_disagreements": "ranks that must hold the same do not: a missing reduction, or one rank's own slice",
@@ -97,13 +98,18 @@ BROKEN_OFF = {
 """What it means when a run did not end, by the kind of its end."""
 
 TYPICAL = (
+    (r"norm\.in$", "what comes before the norm and shows nowhere else: a residual, a convolution, a state, a gate"),
     (r"norm", "epsilon, weight offset (w or 1 + w), the precision of the mean"),
     (r"indexer\.(q|k)$|(^|\.)(q|k|k_rope|rope|rotary)(_\w+)?$", "rotary style, its base or scaling, or permuted rows"),
     (r"indexer", "causal limit, rotary style, head weights, or a rotation applied to one side only"),
     (r"router|gate", "sigmoid or softmax, the correction bias, group masking, renormalisation, the scaling factor"),
     (r"experts", "order of gate and up, the activation's clamp, expert order, or a decoder's scale"),
     (r"shared_expert|mlp", "the activation, its clamp, or order of gate and up"),
-    (r"attn\.core|attn\.sdpa", "rotary angles, softmax scale, sinks, soft cap, window, or the mask's alignment"),
+    (
+        r"attn\.core|attn\.sdpa",
+        "rotary angles, softmax scale, sinks, soft cap, window, or the mask's alignment; where a state is kept its "
+        "decay, gate, convolution or skip",
+    ),
     (r"attn(\.o_proj)?$", "the output projection: weights, head order, or a missing reduction"),
     (r"^embed$", "the table, its scale, or ids beyond it"),
     (r"^merged$", "the place or the order of the image rows"),
@@ -147,7 +153,7 @@ STANDS_OUT = {"head": 1.8, "expert": 1.8, "position": 2.0, "channel": 4.0, "toke
 def cause_of(tap: str, failing: Sequence[Measurement]) -> str:
     """Return the likely cause at a place in one sentence. `failing` are its failing measurements, the worst first."""
     pattern = _pattern(tap, failing)
-    typical = next((text for regex, text in TYPICAL if re.search(regex, _bare(tap))), "")
+    typical = next((text for regex, text in TYPICAL if re.search(regex, tap) or re.search(regex, _bare(tap))), "")
     wants_hint = any(
         m.metric in ("error_ratio", "accumulated_ratio", "logits_kl_ratio") and _is_number(m) for m in failing
     )
@@ -232,7 +238,7 @@ def _scaled(failing: Sequence[Measurement]) -> str:
     worst = max(failing, key=lambda m: abs(float(m.detail.get("slope", 0.0))))
     kind = str(worst.where.get("slice", "whole"))
     several = {m.where.get(kind): 1 + float(m.detail.get("slope", 0.0)) for m in failing} if kind == "expert" else {}
-    if len(several) > 1:
+    if len(several) > 1 or any(t < UNLIKE for t in several.values()):
         return _several(several)
     where = f"{kind} {worst.where.get(kind, '')}" if kind != "whole" else "the whole unit"
     times = 1 + float(worst.detail.get("slope", 0.0))
@@ -256,7 +262,8 @@ def _several(times: Mapping[Any, float]) -> str:
     named = ", ".join(str(e) for e in sorted(times, key=str)[:6]) + (", ..." if len(times) > 6 else "")
     low, high = min(times.values()), max(times.values())
     if high < UNLIKE:
-        return f"experts, {named} among them, give values unlike their own: exchanged, misplaced, or other weights"
+        who = f"experts, {named} among them, give" if len(times) > 1 else f"expert {named} gives"
+        return f"{who} values unlike those due: exchanged, misplaced in the map, or other weights"
     return f"scaled: in experts, {named} among them, the values are {low:.4g} to {high:.4g} times what they should be"
 
 
