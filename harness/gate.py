@@ -17,6 +17,7 @@ _PROBLEMS = {
     "empty": Status.ERROR,
     "no_signal": Status.INCONCLUSIVE,
     "too_few": Status.INCONCLUSIVE,
+    "statistics": Status.INCONCLUSIVE,
 }
 _SEVERITY = (Status.FAILED, Status.ERROR, Status.INCONCLUSIVE, Status.PASSED)
 

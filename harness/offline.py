@@ -18,6 +18,7 @@ from harness.checklist import load_checklists
 from harness.compare import compare_run
 from harness.compare.run import is_mandatory
 from harness.compare.subject import measured
+from harness.compare.triage import holds_statistics_alone, triage
 from harness.diagnose import diagnose
 from harness.errors import TraceError
 from harness.golden import load_recordings
@@ -111,6 +112,8 @@ def _compared(
     expected: Path,
 ) -> list[Measurement]:
     """Measure one trace; one that is empty, or has no counterpart or another kind of values, as a named problem."""
+    if oracle is not None and any(holds_statistics_alone(side) for side in (trace, oracle)):
+        return triage(stage, trace, oracle, floors)
     if not trace.tensors or (oracle is not None and not oracle.tensors):
         who = "the port's" if not trace.tensors else "the expected"
         return _told(stage, trace, "empty", f"{who} trace {trace.run.id} holds no tensor")

@@ -207,9 +207,10 @@ class Failure:
 class Measurement:
     """A number with its place. `value` None means promised but not measured, and `problem` says why.
 
-    `problem`: missing, no_signal, too_few, error or empty. `n` is the effective number of samples of the slice that
-    gave `value`. `run` is the id of the run; `where` gives the slice (`{"token": 17}`, `{"head": 3}`) and further keys
-    that criteria can select on. `order` is the place in execution order, for "the first wrong place wins".
+    `problem`: missing, no_signal, too_few, statistics (no tensors), error, empty. `n` is the effective number of
+    samples of the slice that gave `value`. `run` is the id of the run; `where` gives the slice (`{"token": 17}`,
+    `{"head": 3}`) and further keys that criteria can select on. `order` is the place in execution order, for "the first
+    wrong place wins".
     """
 
     metric: str

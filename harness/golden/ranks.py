@@ -7,6 +7,7 @@ every rank that has them, and what only one stage of a pipeline has is taken fro
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,10 +38,22 @@ def load_recordings(folder: Path) -> list[Trace]:
                 f"{recorder.VERSION}; record it again"
             )
         if "rank" in trace.facts and path.parent.name.startswith("rank-"):
-            groups[path.parent.parent].append(trace)
+            groups[path.parent.parent].append(_with_statistics(trace, path.with_name("statistics.jsonl")))
         else:
             alone.append(trace)
     return alone + [merge_ranks(traces, place=str(place)) for place, traces in groups.items()]
+
+
+def _with_statistics(trace: Trace, path: Path) -> Trace:
+    """Return a trace with the statistics that lie beside it, in columns. Raises TraceError for another kind of file."""
+    if not path.is_file():
+        return trace
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+    except (ValueError, TypeError, KeyError) as error:
+        raise TraceError(f"expected statistics in {path}, found: {error!r}; record this request again") from error
+    return dataclasses.replace(trace, facts={**trace.facts, "statistics": columns}) if columns else trace
 
 
 def merge_ranks(traces: Sequence[Trace], *, place: str) -> Trace:
