@@ -29,6 +29,7 @@ _ORPHANS = (
     "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_shape", ".weight_zero_point",
     ".qzeros", ".g_idx",
 )  # fmt: skip
+_BESIDE = ("input_scale", "input_global_scale", "input_amax", "weight_g_idx")
 _ROWS = (64, 128, 256, 512)
 """Sizes of blocks that are looked for where a grid does not fit the configured one."""
 
@@ -64,11 +65,15 @@ class Logical:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """What recognition looks at: the tensors, what the configuration says, and the checkpoint for its few contents."""
+    """What recognition looks at: the tensors, what the configuration says, and the checkpoint for its few contents.
+
+    `beside` are the names of activation scales that occur anywhere in it.
+    """
 
     tensors: Mapping[str, TensorRef]
     says: Declared
     checkpoint: Checkpoint
+    beside: tuple[str, ...]
 
 
 Recogniser = Callable[[Folder, str, TensorRef], Logical]
@@ -76,7 +81,8 @@ Recogniser = Callable[[Folder, str, TensorRef], Logical]
 
 def folder_of(checkpoint: Checkpoint) -> Folder:
     """Return what recognition needs of a checkpoint."""
-    return Folder(checkpoint.tensors, declared(checkpoint), checkpoint)
+    last = {name[name.rfind(".") + 1 :] for name in checkpoint.tensors}
+    return Folder(checkpoint.tensors, declared(checkpoint), checkpoint, tuple(n for n in _BESIDE if n in last))
 
 
 def route(last: str, dtype: str) -> Recogniser | None:
@@ -129,10 +135,9 @@ def _scales_of(name: str, tensors: Mapping[str, TensorRef]) -> list[str]:
     return [c for c in candidates if c in tensors]
 
 
-def _extras(base: str, tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
+def _extras(base: str, folder: Folder) -> tuple[str, ...]:
     """Return activation scales beside a weight: they change no weight."""
-    names = ("input_scale", "input_global_scale", "input_amax", "weight_g_idx")
-    return tuple(base + n for n in names if base + n in tensors)
+    return tuple(base + n for n in folder.beside if base + n in folder.tensors)
 
 
 def _base(name: str) -> str:
@@ -168,7 +173,7 @@ def _fp8(folder: Folder, name: str, ref: TensorRef) -> Logical:
         parts["scale"] = scales[0]
         kind, problem = _fp8_kind(ref.shape, tensors[scales[0]], block)
     return Logical(
-        name=name, format=kind, parts=parts, shape=ref.shape, dtype=ref.dtype, extra=_extras(_base(name), tensors),
+        name=name, format=kind, parts=parts, shape=ref.shape, dtype=ref.dtype, extra=_extras(_base(name), folder),
         problem=problem, options={"block": block},
     )  # fmt: skip
 
@@ -246,7 +251,7 @@ def _packed(folder: Folder, name: str, ref: TensorRef) -> Logical:
         problem = problem or f"packed codes of dtype {ref.dtype}"
     return Logical(
         name=base, format=kind, parts=parts, shape=shape, dtype=ref.dtype,
-        extra=_extras(_base(name), tensors), problem=problem or _scale_fit(kind, scale, shape),
+        extra=_extras(_base(name), folder), problem=problem or _scale_fit(kind, scale, shape),
     )  # fmt: skip
 
 
@@ -277,7 +282,7 @@ def _packed_words(folder: Folder, base: str, ref: TensorRef) -> Logical:
         problem = problem or f"{groups} groups of scales and {said} in the configuration; it fits {sizes}"
     return Logical(
         name=base, format="int4_packed", parts=parts, shape=shape, dtype=ref.dtype,
-        extra=_extras(_base(ref.name), tensors), options={"group": group, "bits": bits}, problem=problem,
+        extra=_extras(_base(ref.name), folder), options={"group": group, "bits": bits}, problem=problem,
     )  # fmt: skip
 
 
@@ -391,7 +396,7 @@ def _four_bit(folder: Folder, name: str, ref: TensorRef) -> Logical:
         elif scale.dtype not in E8M0:
             problem = f"packed bytes with scales of dtype {scale.dtype}"
     return Logical(
-        name=name, format=kind, parts=parts, shape=shape, dtype=ref.dtype, extra=_extras(_base(name), tensors),
+        name=name, format=kind, parts=parts, shape=shape, dtype=ref.dtype, extra=_extras(_base(name), folder),
         problem=problem or _scale_fit(kind, scale, shape),
     )  # fmt: skip
 
