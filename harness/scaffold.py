@@ -20,6 +20,8 @@ spec = "builtin:reference"        # a transformers folder: "hf:/models/NAME"
 [accel]                           # your port
 spec = "port.py:port"             # FILE.py:function, package.module:function, hf:PATH, openai:URL, serve:COMMAND
 # dtype = "bfloat16"              # the precision that it declares: its noise floor is measured in it
+# precision = { weights = "float8_e4m3fn:128x128", activations = "int8:token", cache = "float8_e4m3fn:tensor" }
+                                  # what it rounds to beside its dtype: the floor then does the same
 # python = "/opt/vendor/bin/python"   # another interpreter, for a vendor's own environment
 # options = { device = "cpu" }
 

@@ -1,5 +1,6 @@
 """Which role does what for each planned run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,9 @@ SETUPS = {
 }
 
 
-def schedule(replay=True, phased=True, runs=RUNS):
+def schedule(replay=True, phased=True, runs=RUNS, setups=SETUPS):
     return make_schedule(
-        runs, setups=SETUPS, replay=replay, reference_phased=phased, goldens=Path("/g"), traces=Path("/run/traces")
+        runs, setups=setups, replay=replay, reference_phased=phased, goldens=Path("/g"), traces=Path("/run/traces")
     )
 
 
@@ -45,6 +46,18 @@ def test_replays_have_two_jittered_floors_and_free_runs_none():
     assert ("floor_j2", "text/decode") in made.folders
     assert ("floor_j1", "text/free") not in made.folders
     assert {j.run.jitter for j in made.jobs if j.role == "floor_j2"} == {2}
+
+
+def test_what_a_port_declares_changes_the_floor_alone():
+    """A floor recorded for another declaration is not found again, the oracle is; a cache has more draws."""
+    plain = schedule()
+    setups = {**SETUPS, "floor": replace(SETUPS["floor"], precision={"cache": "float8_e4m3fn:tensor"})}
+    made = schedule(setups=setups)
+    assert made.folders["oracle", "text/replay1"] == plain.folders["oracle", "text/replay1"]
+    for role in ("floor", "floor_j1"):
+        assert made.folders[role, "text/replay1"] != plain.folders[role, "text/replay1"]
+    assert ("floor_j12", "text/replay1") in made.folders
+    assert ("floor_j3", "text/replay1") not in plain.folders
 
 
 def test_a_run_without_taps_concerns_the_port_alone():

@@ -177,6 +177,10 @@ def final(results: Results, run_dir: Path | None = None) -> RenderableType:
         lines += _failure_lines(refused)
         others = [s for s in results.stages if s is not refused and s.findings and not s.accepted]
         lines += [Text(f"{s.name}: {words.place_label(s)}: {words.place(s.findings[0])}") for s in others]
+    precision = results.scope.claimed.get("precision")
+    if precision:
+        told = ", ".join(f"{key} {value}" for key, value in precision.items())
+        lines.append(Text(f"declared precision: {told}", style="dim"))
     lines += [Text(f"not covered: {sentence}", style="dim") for sentence in results.scope.not_covered]
     if run_dir is not None:
         page = run_dir / (words.FILES.get(refused.name, "summary.md") if refused is not None else "summary.md")

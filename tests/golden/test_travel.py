@@ -74,6 +74,14 @@ def verify(desk, tmp_path, capsys) -> Verify:
     return run
 
 
+def test_a_floor_of_another_declaration_is_not_used(verify):
+    """Goldens for ports that declare nothing do not judge one that declares an FP8 cache; both are named."""
+    code, said, _ = verify("port", "--set", "accel.precision.cache=float8_e4m3fn")
+    assert code == 4
+    assert "nothing beside the dtype" in said
+    assert "cache float8_e4m3fn:tensor" in " ".join(said.split())
+
+
 def test_goldens_hold_no_weights(desk):
     """What travels is words and activations: no tensor of the checkpoint is among them, and who made them is said."""
     (reference,) = (desk / "gold").glob("*/reference-bfloat16.json")
