@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from harness.checkpoint.manifest import MANIFEST, digest_problems, manifest_text, published
+from harness.checkpoint.scan.manifest import MANIFEST, digest_problems, manifest_text, published
 from harness.errors import CheckpointError
 
 FILE = "model.safetensors"

@@ -10,8 +10,9 @@ import torch
 from blake3 import blake3
 from checkpoint.checkpoint_files import write
 
-from harness.checkpoint import decode, logical_tensors, open_checkpoint, pieces
-from harness.checkpoint.scan import scan, scan_bytes
+from harness.checkpoint import decode, logical_tensors, open_checkpoint
+from harness.checkpoint.scan import content_facts, pieces, scan, scan_bytes
+from harness.checkpoint.scan.manifest import manifest_text
 
 SEED = torch.Generator().manual_seed(5)
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -202,3 +203,17 @@ def test_blocks_that_fp8_cannot_hold_are_counted(tmp_path):
         (conversion,) = shard.conversions
         assert (conversion.blocks, conversion.lossy) == (4, lossy)
         assert (conversion.worst > 0) == bool(lossy)
+
+
+def test_the_facts_of_a_whole_checkpoint(tmp_path):
+    """A digest that was published vouches for its file; another one is a problem; what was found stands beside."""
+    folder = write(tmp_path, {"a": normal(64, 64)}, {"b": torch.full((8, 8), math.nan)})
+    first, second = open_checkpoint(folder).headers
+    right = blake3((folder / first).read_bytes()).hexdigest()
+    (folder / "day0-manifest.json").write_text(manifest_text({first: {"blake3": right}, second: {"blake3": "0" * 64}}))
+    facts = content_facts(open_checkpoint(folder))
+    assert facts["vouched"] == [first]
+    assert [(p["kind"], p["file"]) for p in facts["problems"]] == [("digest", second), ("nonfinite", second)]
+    assert facts["digests"][first]["blake3"] == right
+    assert facts["suspicions"] == []
+    json.dumps(facts, allow_nan=False)

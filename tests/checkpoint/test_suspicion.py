@@ -8,7 +8,7 @@ from checkpoint.checkpoint_files import write
 
 from harness.checkpoint import open_checkpoint
 from harness.checkpoint.scan import scan
-from harness.checkpoint.suspicion import suspicions
+from harness.checkpoint.scan.suspicion import suspicions
 
 LAYERS, ROWS, COLUMNS = 24, 640, 512
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}

@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from harness.checkpoint.codes import Codes, code_problems
 from harness.checkpoint.container import Checkpoint
-from harness.checkpoint.convert import Conversion, Fp8Blocks
 from harness.checkpoint.formats import Logical, decode_parts, logical_tensors
 from harness.checkpoint.header import Problem, TensorRef
-from harness.checkpoint.pieces import MX_FOUR_BIT, Piece, Pieces
-from harness.checkpoint.statistics import Profile, Statistics
+from harness.checkpoint.scan.codes import Codes, code_problems
+from harness.checkpoint.scan.convert import Conversion, Fp8Blocks
+from harness.checkpoint.scan.pieces import MX_FOUR_BIT, Piece, Pieces
+from harness.checkpoint.scan.statistics import Profile, Statistics
 from harness.errors import CheckpointError
 from harness.types import as_json, digest_of, from_json
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, median
 
-from harness.checkpoint.statistics import Statistics
+from harness.checkpoint.scan.statistics import Statistics
 
 RATE = 1e-3
 """Chance that an honest checkpoint shows any suspicion of one kind, were its statistics normal."""
