@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_USAGE, Day0Error, TraceError, UsageError
+from harness.errors import (
+    EXIT_ACCEPTED,
+    EXIT_INTERNAL,
+    EXIT_INTERRUPTED,
+    EXIT_REFUSED,
+    EXIT_USAGE,
+    Day0Error,
+    TraceError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from harness.report.results import Results
@@ -199,6 +208,38 @@ def compare(
         results = offline.compare_dirs(actual, expected, checklists, mapping=mapping)
     make_display(tuple(s.name for s in results.stages)).close(results)
     raise typer.Exit(results.exit_code)
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder, or one safetensors file.")],
+    tp: Annotated[int, typer.Option("--tp", help="Ranks that share each layer.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", help="Ranks that share the experts.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", help="Stages that share the layers.")] = 1,
+    sp: Annotated[int, typer.Option("--sp", help="Ranks that share the sequence.")] = 1,
+    context: Annotated[int, typer.Option("--context", metavar="N", min=1, help="Tokens of one request.")] = 32768,
+    card_gib: Annotated[
+        float | None, typer.Option("--card-gib", metavar="N", help="Memory of a card: does each rank fit?")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it all as JSON.")] = None,
+) -> None:
+    """Say what a checkpoint is, what is wrong with it and what it takes, from its headers."""
+    from harness.checkpoint.inspect import clean
+    from harness.checkpoint.inspect import inspect as look
+    from harness.checkpoint.layout import Layout
+    from harness.errors import CheckpointError
+    from harness.report.inspection import show_inspection
+
+    try:
+        found = look(checkpoint, layout=Layout(tp=tp, ep=ep, pp=pp, sp=sp), context=context, card_gib=card_gib)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
+    if json_file is not None:
+        import json
+
+        json_file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+    show_inspection(found)
+    raise typer.Exit(EXIT_ACCEPTED if clean(found) else EXIT_REFUSED)
 
 
 @app.command()
