@@ -5,6 +5,7 @@
 
 from harness.faults import (
     attention,
+    caches,
     experts,
     harmless,
     numbers,
@@ -19,6 +20,6 @@ from harness.faults.catalogue import TABLE, Injection, NoPlace
 from harness.faults.parts import Parts
 
 __all__ = [
-    "TABLE", "Injection", "NoPlace", "Parts", "attention", "experts", "harmless", "numbers", "pictures", "selection",
-    "states", "taps", "taps_beyond", "weights",
+    "TABLE", "Injection", "NoPlace", "Parts", "attention", "caches", "experts", "harmless", "numbers", "pictures",
+    "selection", "states", "taps", "taps_beyond", "weights",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ Raises NoPlace where the model has nothing that could be broken so.
 """
 
 KINDS = ("fault", "benign")
+NOTHING: Mapping[str, str] = {}
 
 
 class NoPlace(ValueError):
@@ -27,6 +28,7 @@ class Injection:
     `id` is that of the public catalogue of real faults, or the name where the kind is not listed there. `stages` are
     those that may say so first. `cause`: words of which one belongs into the finding. `needs`: what it sits in.
     `via`: module (hooks and wrapped parts of an nn.Module) or taps (what any adapter hands to its recorder).
+    `declares`: formats that the port says it holds its numbers in, beside its dtype.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Injection:
     stages: tuple[str, ...] = ()
     cause: tuple[str, ...] = ()
     needs: str = ""
+    declares: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,23 +72,33 @@ TABLE = Table()
 
 
 def fault(
-    id: str = "", *, stage: str = "text", cause: str = "", needs: str = "", via: str = "module"
+    id: str = "",
+    *,
+    stage: str = "text",
+    cause: str = "",
+    needs: str = "",
+    via: str = "module",
+    declares: Mapping[str, str] = NOTHING,
 ) -> Callable[[Inject], Inject]:
     """Add a function as a fault. `stage` and `cause` hold alternatives separated by `|`."""
-    return _adding("fault", id, stage, cause, needs, via)
+    return _adding("fault", id, stage, cause, needs, via, declares)
 
 
-def benign(id: str = "", *, needs: str = "", via: str = "module") -> Callable[[Inject], Inject]:
+def benign(
+    id: str = "", *, needs: str = "", via: str = "module", declares: Mapping[str, str] = NOTHING
+) -> Callable[[Inject], Inject]:
     """Add a function as a harmless difference."""
-    return _adding("benign", id, "", "", needs, via)
+    return _adding("benign", id, "", "", needs, via, declares)
 
 
-def _adding(kind: str, id: str, stage: str, cause: str, needs: str, via: str) -> Callable[[Inject], Inject]:
+def _adding(
+    kind: str, id: str, stage: str, cause: str, needs: str, via: str, declares: Mapping[str, str]
+) -> Callable[[Inject], Inject]:
     def add(inject: Inject) -> Inject:
         name = getattr(inject, "__name__", "")
         says = (inject.__doc__ or "").strip().splitlines()[0]
         row = Injection(
-            name=name, id=id or name, kind=kind, via=via, inject=inject, says=says,
+            name=name, id=id or name, kind=kind, via=via, inject=inject, says=says, declares=declares,
             stages=tuple(filter(None, stage.split("|"))), cause=tuple(filter(None, cause.split("|"))), needs=needs,
         )  # fmt: skip
         TABLE.add(row)

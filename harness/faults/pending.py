@@ -32,7 +32,6 @@ PENDING = tuple(
         ("MC14", "a send buffer written before it was sent", _RANKS),
         ("MC16", "each rank samples alone", _RANKS),
         ("MC18", "partial attention of ranks merged without its sum", _RANKS),
-        ("BN14", "an fp8 cache that is flat noise", "needs a port that declares the precision of its cache"),
         ("BN19", "a request computed again after preemption", _SERVICE),
         ("BN21", "other samples from the same seed", "needs a sampler"),
         ("BN23", "a tied head that is not in the file", _FORMATS),

@@ -6,6 +6,7 @@ import importlib.util
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,15 @@ def run(
             words = ["--seed", str(seed), *(["--all"] if everything else []), *(["--only", only] if only else [])]
             rows = rows_of(names, words, at_once=at_once, scratch=Path(scratch), say=say)
         for name in names if at_once == 1 else ():
-            say(f"{name}: recording the reference")
-            proof = Proof(make_lab(_subject(name, Path(scratch), seed), load_checklists()))
-            rows += _proved(proof, name, wanted, everything, seed, say)
-            proof.close()
-            _write(rows, out, json_file, about)
+            subject = _subject(name, Path(scratch), seed)
+            for chosen in _chosen(name, wanted, everything, seed):
+                said = ", ".join(f"{key} {value}" for key, value in chosen[0].declares.items())
+                say(f"{name}: recording the reference{f' with {said}' if said else ''}")
+                proof = Proof(make_lab(replace(subject, precision=chosen[0].declares), load_checklists()))
+                sample = None if everything or wanted else SAMPLE
+                rows += prove(proof, chosen, lambda row: say(line(row)), sample)
+                proof.close()
+                _write(rows, out, json_file, about)
     _write(rows, out, json_file, about)
     return rows, EXIT_REFUSED if failed(rows) else 0
 
@@ -63,14 +68,18 @@ def _way(name: str) -> str:
     return "taps" if name == BUILTIN else "module"
 
 
-def _proved(
-    proof: Proof, name: str, wanted: Sequence[Injection], everything: bool, seed: int, say: Callable[[str], None]
-) -> list[Row]:
-    """Return the rows of one architecture: of what was named, of everything, or of a sample."""
-    sample = None if everything or wanted else SAMPLE
+def _chosen(name: str, wanted: Sequence[Injection], everything: bool, seed: int) -> list[list[Injection]]:
+    """Return the injections of one architecture, those of ports that declare the same together.
+
+    They are what was named, everything, or a sample, which leaves out what needs goldens of its own.
+    """
+    sample = not everything and not wanted
     known = wanted or (_shuffled(name, seed) if sample else list(TABLE.rows.values()))
-    chosen = [row for row in known if row.via == _way(name)]
-    return prove(proof, chosen, lambda row: say(line(row)), sample)
+    chosen = [row for row in known if row.via == _way(name) and not (sample and row.declares)]
+    groups: dict[tuple[tuple[str, str], ...], list[Injection]] = {}
+    for row in chosen:
+        groups.setdefault(tuple(sorted(row.declares.items())), []).append(row)
+    return list(groups.values())
 
 
 def _write(rows: Sequence[Row], out: Path | None, json_file: Path | None, about: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from harness.faults import TABLE, Injection, NoPlace
 from harness.faults.bench import Row
 from harness.faults.jobs import jobs_at_once, rows_of
 from harness.faults.pending import PENDING
+from harness.faults.prove import _chosen
 from harness.faults.table import as_data, failed, markdown, scores
 
 
@@ -145,6 +146,16 @@ def test_the_catalogue_is_large_and_says_what_it_expects():
     assert len(rows) - len(faults) >= 15
     assert all(r.stages and r.cause and r.says for r in faults)
     assert all(p.why for p in PENDING)
+
+
+def test_ports_that_declare_the_same_are_proved_together():
+    """What needs a declared cache has goldens of its own, after the rest; a sample leaves it out."""
+    first, second = _chosen("llama", [], True, 0)
+    assert not any(row.declares for row in first)
+    assert {row.name for row in second} >= {"cache_in_fp8", "cache_scale_not_delivered"}
+    assert {tuple(row.declares) for row in second} == {("cache",)}
+    (sample,) = _chosen("llama", [], False, 0)
+    assert not any(row.declares for row in sample)
 
 
 def test_a_place_that_is_not_there_is_said():

@@ -8,11 +8,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from harness.adapter import Inputs, silent
+from harness.faults.caches import _rounded, _writes
 from harness.faults.catalogue import NoPlace
 from harness.faults.naive import CHECKS, naive
 from harness.faults.parts import Parts
 from harness.faults.tapped import Tapped
-from harness.faults.ways import held, on_topk
+from harness.faults.ways import held, on_topk, other_activation
 from harness.types import Run, Setup, Tap, Trace
 
 
@@ -127,3 +128,49 @@ def test_a_module_without_layers_has_no_parts():
     """What is no decoder is said to be none."""
     with pytest.raises(NoPlace):
         Parts(nn.Linear(2, 2))
+
+
+class Attention(nn.Module):
+    """Writes its input to a cache and returns what the cache holds."""
+
+    def forward(self, hidden_states, cache=None):
+        """Return keys and values as they are read."""
+        return cache.update(hidden_states, hidden_states, 0)
+
+
+class Cache:
+    """Gives back what it was given."""
+
+    def update(self, key, value, layer):
+        return key, value
+
+
+def test_a_cache_changes_only_what_is_written():
+    """Rounding lies between an attention and its cache; whoever calls the attention keeps the cache as it was."""
+    attention, cache = Attention(), Cache()
+    _writes(attention, lambda value, name: _rounded(value, 1.0) if name == "keys" else value)
+    x = torch.tensor([1.0, 1.01, 500.0])
+    key, value = attention(hidden_states=x, cache=cache)
+    assert key.tolist() == [1.0, 1.0, 448.0]
+    assert value is x
+
+
+@pytest.mark.parametrize(
+    ("activation", "name"), [(nn.SiLU(), "GELU"), (nn.GELU(), "SiLU"), (torch.nn.functional.silu, "GELU")]
+)
+def test_another_activation_is_another_one(activation, name):
+    """An activation is exchanged for one that gives other values, and what is none has no place."""
+    assert type(other_activation(activation)).__name__ == name
+    with pytest.raises(NoPlace):
+        other_activation(None)
+
+
+def test_an_activation_of_two_halves_stays_one():
+    """A gated activation is called as it was, with gate and up."""
+
+    class Gated(nn.Module):
+        def forward(self, gate, up):
+            return nn.functional.silu(gate) * up
+
+    gate, up = torch.ones(2), torch.full((2,), 3.0)
+    assert torch.equal(other_activation(Gated())(gate, up), nn.functional.gelu(gate) * up)
