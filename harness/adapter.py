@@ -144,6 +144,14 @@ class Caching(Protocol):
 
 
 @runtime_checkable
+class Compiling(Protocol):
+    """Capability `compiled`: a port that runs compiled, and can also run the same code uncompiled."""
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Return a context within which nothing compiled is used."""
+
+
+@runtime_checkable
 class Operating(Protocol):
     """Capability `operators`: the operator table."""
 
@@ -182,6 +190,7 @@ def capabilities(adapter: Any) -> list[str]:
     table: list[tuple[str, Any]] = [
         ("phases", Phased), ("weights", Weighted), ("chat", Tokenizing), ("serves", Serving),
         ("multi_card", Distributed), ("cache", Caching), ("operators", Operating), ("precision", Roundable),
+        ("compiled", Compiling),
     ]  # fmt: skip
     off = adapter.scope.off
     return [name for name, protocol in table if isinstance(adapter, protocol) and name not in off]

@@ -190,13 +190,17 @@ def make_plan(
 def declared(scope: Scope, words: Mapping[str, str]) -> Scope:
     """Return a scope with what the user declares of the port's numbers put over its own words.
 
-    A port that holds numbers in narrower formats has no float32 run that could be judged more sharply.
+    A port that rounds weights, inputs or caches has no float32 run that could be judged more sharply; of a state, the
+    storage alone is declared, and what it is computed in is seen there.
     Raises SpecError for a word that is not in the language.
     """
     precision = parse_precision({**scope.precision, **words}).words()
     if not precision:
         return replace(scope, precision={})
-    told = ", ".join(f"{key} {value}" for key, value in precision.items() if key != "keep")
+    rounds = {key: value for key, value in precision.items() if key in ("weights", "activations", "cache")}
+    if not rounds:
+        return replace(scope, precision=precision)
+    told = ", ".join(f"{key} {value}" for key, value in rounds.items())
     off = {**scope.off, "float32": f"the port declares {told}; it computes so in every dtype"}
     return replace(scope, precision=precision, precisions=(), off=off)
 
@@ -234,7 +238,7 @@ def out_of_scope(word: str, scope: Scope, capabilities: Sequence[str] | frozense
     }
     if word in claims:
         return "" if claims[word] else f"the port does not claim {word}"
-    if word in ("phases", "weights", "cache", "operators"):
+    if word in ("phases", "weights", "cache", "operators", "compiled"):
         return "" if word in capabilities else f"the port's adapter has no capability {word!r}"
     return ""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,9 @@ def _forward(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | 
     inputs = _prepare(bench, run, recorder)
     length = inputs.token_ids.shape[-1]
     recorder.span(0, length)
-    logits = bench.adapter.forward(inputs, recorder if run.observe else silent)
+    eager: Any = _capable(bench, "compiled", run).uncompiled if run.options.get("eager") else nullcontext
+    with eager():
+        logits = bench.adapter.forward(inputs, recorder if run.observe else silent)
     _keep_logits(recorder, logits)
     return {"length_tokens": length}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from harness.adapter import Inputs, Recorder, Rounding, TokenIds, Weight, silent
 from harness.adapters.held import multiplied_out
 from harness.adapters.hooks import Float64Islands, Taps
 from harness.adapters.images import Pictures, PixelFormat, find_layout, pictures, pixel_format, placed
-from harness.adapters.scope import CACHES, arguments_of, compile_layers, layers_only, scope_of
+from harness.adapters.scope import CACHES, arguments_of, compile_layers, forwards, layers_only, scope_of
 from harness.adapters.structure import discover
 from harness.adapters.text import TextFrontEnd, end_ids
 from harness.cases import read_model_info
@@ -86,8 +86,7 @@ class ModuleAdapter:
         self._arguments = arguments_of(module)
         self._cache_name = next((n for n in CACHES if n in self._arguments.named), "")
         compiled = setup.options.get("compile", "")
-        if compiled:
-            compile_layers(module, self.structure, compiled)
+        self._eager = compile_layers(module, self.structure, compiled) if compiled else {}
         observable = layers_only if compiled else (lambda _: True)
         self._taps = Taps(module, self.structure, observable=observable)
         self._decisions = not compiled
@@ -175,6 +174,12 @@ class ModuleAdapter:
     def free(self, slot: int) -> None:
         """Drop the slot's cache."""
         self._slots.pop(slot, None)
+
+    # --- compiled ---
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Run every layer as it was before it was compiled."""
+        return forwards(self._eager)
 
     # --- weights ---
 

@@ -6,6 +6,8 @@ Also what compiling its layers hides. Must not know recorders.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -59,6 +61,8 @@ def scope_of(info: ModelInfo, arguments: Arguments | None, setup: Setup, *, wide
         off["phases"] = f"the module takes neither {' nor '.join(CACHES)}"
     if setup.options.get("compile"):
         off["decisions"] = "choices are made inside compiled layers"
+    else:
+        off["compiled"] = "nothing is compiled here (the option compile= was not given)"
     narrow = setup.dtype in ("bfloat16", "float16")
     too_large = _too_large(Path(info.path)) if wide and narrow else ""
     if not wide and narrow:
@@ -109,9 +113,10 @@ def layers_only(name: str) -> bool:
     return place is None or len(parts) == place + 2
 
 
-def compile_layers(module: nn.Module, structure: Structure, backend: str) -> None:
-    """Compile each layer and block alone, for any length. Beyond its limit on variants of a layer torch would silently
-    run it uncompiled: that is an error here.
+def compile_layers(module: nn.Module, structure: Structure, backend: str) -> dict[nn.Module, Any]:
+    """Compile each layer and block alone, for any length, and return what each ran before.
+
+    Beyond its limit on variants of a layer torch would silently run it uncompiled: that is an error here.
     """
     import torch._dynamo.config as limits
 
@@ -121,9 +126,25 @@ def compile_layers(module: nn.Module, structure: Structure, backend: str) -> Non
     for name in ("cache_size_limit", "recompile_limit"):
         if hasattr(limits, name):
             setattr(limits, name, max(getattr(limits, name), 64))
+    before: dict[nn.Module, Any] = {}
     for path in (*structure.layers, *structure.blocks):
         layer = modules[path]
+        before[layer] = layer.forward
         layer.forward = torch.compile(_own_code(layer.forward), backend=backend, dynamic=True)
+    return before
+
+
+@contextmanager
+def forwards(by_module: Mapping[nn.Module, Any]) -> Iterator[None]:
+    """Let modules run what is given for each, within the context."""
+    held = {module: module.forward for module in by_module}
+    try:
+        for module, forward in by_module.items():
+            module.forward = forward
+        yield
+    finally:
+        for module, forward in held.items():
+            module.forward = forward
 
 
 def _own_code(method: Any) -> Any:

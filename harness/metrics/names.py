@@ -58,6 +58,7 @@ METRICS: Mapping[str, str] = {
     "greedy_margin_z": "z",
     "taps_change_logits": "count",
     "repeat_ratio": "ratio",
+    "compiled_ratio": "ratio",
     # multi_card
     "collective_wrong_elements": "count",
     "rank_disagreements": "count",

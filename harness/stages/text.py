@@ -13,6 +13,7 @@ from harness.compare.subject import measured
 from harness.metrics.distributions import greedy_margin_z
 from harness.metrics.real import max_abs_error
 from harness.stages import StageContext, StageView
+from harness.stages.compiled import compiled_pairs, eager_runs
 from harness.stages.exercised import exercised
 from harness.stages.replays import free_and_replays, measure_runs, phase, spans_of
 from harness.types import Case, Failure, Measurement, Run, Trace
@@ -44,6 +45,8 @@ def plan(context: StageContext) -> list[Run]:
         runs += _one_case(context, text_case(context.info, _fit(context, LONG), seed=2), "-long")
     if context.info.experts:
         runs += _reaching(context, case)
+    if "compiled" in context.capabilities:
+        runs += eager_runs(context, NAME, case)
     if "float32" in context.scope.precisions:
         runs += _one_case(context, case, "-float32", dtype="float32")
     runs += [
@@ -110,6 +113,7 @@ def measure(view: StageView) -> list[Measurement]:
     if oracles:
         experts = view.context.info.experts
         found += idle_experts(NAME, free[0], oracles, experts=experts, need=TOKENS_PER_EXPERT)
+    found += compiled_pairs(view, NAME)
     found += exercised(view, NAME)
     if any(not run.observe for run in view.runs):
         found += [_repeated(view), _observer(view)]

@@ -178,6 +178,11 @@ def test_compiled_layers_say_what_they_hide(opened: Opener) -> None:
     assert "layers.2.attn.q_proj" in hidden
     assert not {"layers.2", "norm", "logits"} & set(hidden)
     assert all(difference(found[t], expected[t]) < 1e-5 for t in found if found[t].is_floating_point())
+    assert "compiled" in capabilities(compiled)
+    assert "compiled" not in capabilities(plain)
+    with compiled.uncompiled():
+        again = run(compiled, case)[0].tensors()
+    assert torch.equal(again["logits"], expected["logits"])
 
 
 def test_weights_are_given_as_the_module_holds_them(opened: Opener) -> None:
