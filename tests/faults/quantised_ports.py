@@ -33,7 +33,7 @@ def port(checkpoint: Path, setup: Any) -> Any:
         HOLDS[hold](module)
         return Loaded(module=module)
 
-    return ModuleAdapter(load, checkpoint, setup, name=f"hold={hold}")
+    return ModuleAdapter(load, checkpoint, setup, name=f"hold={hold}", wide=hold.startswith("state"))
 
 
 # --- caches ---
@@ -201,11 +201,17 @@ def _fp8_experts(stack: Tensor, *, transposed: bool) -> Tensor:
     return torch.stack(found).to(stack.dtype)
 
 
+def _int8_key(value: Tensor, name: str) -> Tensor:
+    codes, scale = int8_rows(value)
+    return (codes.float() * scale).to(value.dtype)
+
+
 HOLDS: Mapping[str, Callable[[nn.Module], None]] = {
     "plain": lambda module: None,
     "cache_no_scale": _cached(_no_scale),
     "cache_scale_of_four": _cached(_scale_of_four),
     "cache_by_key": _cached(_by_key),
+    "cache_int8": _cached(_int8_key),
     "cache_from_file": _cached(_from_file),
     "cache_not_delivered": _cached(_not_delivered),
     "cache_half_delivered": _cached(_half_delivered),

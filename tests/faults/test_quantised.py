@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from harness.checklist import load_checklists
-from harness.faults.lab import Judged, Subject, loaded, make_lab
+from harness.faults.lab import Judged, Subject, Traces, loaded, make_lab
 from harness.plugins import open_adapter, parse_spec
+from harness.runs import Bench
+from harness.types import Setup
 
 PORTS = Path(__file__).parent / "quantised_ports.py"
 FP8_CACHE = {"cache": "float8_e4m3fn:tensor"}
@@ -34,10 +36,16 @@ def judged(tiny_model):
             subject = Subject(name=model, checkpoint=folder, reference=reference, accel=spec, precision=declared)
             labs[key] = make_lab(subject, load_checklists(None))
         lab = labs[key]
-        setup = replace(lab.setup, adapter=spec, options={"hold": hold})
-        bench = loaded(open_adapter(parse_spec(spec), lab.subject.checkpoint, setup), lab.subject.checkpoint, setup)
-        traces = {}
-        lab.record(lambda _: bench, stage, traces)
+        made: dict[str, Bench] = {}
+
+        def port(setup: Setup) -> Bench:
+            if setup.dtype not in made:
+                own, checkpoint = replace(setup, adapter=spec, options={"hold": hold}), lab.subject.checkpoint
+                made[setup.dtype] = loaded(open_adapter(parse_spec(spec), checkpoint, own), checkpoint, own)
+            return made[setup.dtype]
+
+        traces: Traces = {}
+        lab.record(port, stage, traces)
         return lab.judge(stage, traces)
 
     yield judge
@@ -97,3 +105,18 @@ def test_weights_that_nobody_declared_are_refused(judged):
     """The same E4M3 weights without a word about them differ from the checkpoint."""
     found = judged("qwen3_moe", {}, "fp8_blocks", "load")
     assert "load.values" in found.broken()
+
+
+@pytest.mark.slow
+def test_a_state_is_stored_as_declared_and_no_narrower(judged):
+    """SP19 and its twin: a bf16 state under wide updates is accepted where it is declared, an FP8 one in its place is
+    refused in decode; a float16 state that nobody declared is seen where the port runs in float32.
+    """
+    declared = {"state": "bfloat16"}
+    accepted(judged("qwen3_next", declared, "state_bf16"))
+    found = judged("qwen3_next", declared, "state_fp8")
+    assert refused(found) == "layers.0"
+    assert "text.phases" in found.broken()
+    found = judged("qwen3_next", {}, "state_fp16")
+    assert "text.float32" in found.broken()
+    assert refused(found) == "layers.0"

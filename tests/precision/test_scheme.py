@@ -72,3 +72,4 @@ def test_the_users_word_stands_over_the_ports(tmp_path):
     assert scope.precisions == ()
     assert "cache float8_e4m3fn:head" in scope.off["float32"]
     assert declared(Scope(precisions=("float32",)), {}).precisions == ("float32",)
+    assert declared(Scope(precisions=("float32",)), {"state": "bfloat16"}).precisions == ("float32",)
