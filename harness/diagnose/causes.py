@@ -49,10 +49,11 @@ DIRECT = {
     "endpoint_errors": "the endpoint does not answer as the protocol says",
     "input_rel_rms_error": "the pixels differ already: resizing, normalisation, channel or patch order",
     "greedy_margin_z": "another token was chosen where the reference was sure",
+    "repeat_ratio": "the same input twice gives other values: a race, memory never written, or sums left to chance",
+    "compiled_ratio": "compiled and uncompiled differ: what the compiler fuses, reorders or specialises on",
+    "unexercised": "the cases did not reach it, so nothing is said of it",
     "padding_probability": "columns beyond the vocabulary can be sampled: padded rows of the output matrix, not masked",
     "taps_change_logits": "looking at the port changes it: a tap aliases a buffer, or hooks switch off a path",
-    "unexercised": "the cases did not reach everything that the model has: what was not exercised was not checked",
-    "repeat_ratio": "the same input twice gives other values: a race, memory never written, or something kept between",
     "collective_wrong_elements": "a collective gives wrong sums: group, datatype, uneven sizes, or an early buffer",
     "rank_disagreements": "ranks that must hold the same do not: a missing reduction, or one rank's own slice",
     "rank_missing": "a rank did not report: it crashed, hung, or never joined",
@@ -71,6 +72,12 @@ STRUCTURE = {
     "growth_beyond_noise": "no larger than rounding, but it begins or grows on the way: positions, a state, or a page",
 }
 """What an error's structure means where its size alone would pass."""
+
+STRUCTURE = {
+    "bias_beyond_noise": "a constant is off: a bias that is missing, doubled or rounded, or a zero point",
+    "growth_beyond_noise": "the error begins, or grows, along the sequence: positions, a state, a window, a page",
+}  # fmt: skip
+"""What it means when an error has a structure that norms do not show."""
 
 AT = {
     "endpoint.stream": "a stream does not join to the answer in one piece: tokens decoded alone split characters",
@@ -199,6 +206,9 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
     shape = next((STRUCTURE[m.metric] for m in failing if m.metric in STRUCTURE), "")
     if "error_ratio" not in metrics and shape:
         return shape
+    structure = next((text for name, text in STRUCTURE.items() if name in metrics), "")
+    if structure and "error_ratio" not in metrics:
+        return structure
     if "error_ratio" not in metrics:
         return f"{failing[0].metric.replace('_', ' ')}: outside what was promised"
     return _slices(tap, failing)

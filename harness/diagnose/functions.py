@@ -115,7 +115,9 @@ def routed(matrix: Matrix) -> Made:
                 if bool(torch.isfinite(value).all()) and bool(value.any()):
                     found.append((f"{first.format(name=name)}, {then}", value))
     own = min(found, key=lambda f: _fitted(f[1], matrix.expected, fit)[1], default=("", torch.zeros(())))
-    due = f"; due is {own[0]}" if found and _fitted(own[1], matrix.expected, fit)[1] < OWN else ""
+    if len(matrix.expected) < 8 or not found or _fitted(own[1], matrix.expected, fit)[1] > OWN:
+        return
+    due = f"; due is {own[0]}"
     for words, value in found:
         factor = _fitted(value, matrix.actual, fit)[0]
         times = "" if abs(factor - 1) < 1e-3 else f" times {factor:.4g}"

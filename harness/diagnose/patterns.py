@@ -22,6 +22,8 @@ __all__ = ["Matrix", "Pattern", "best_pattern"]
 
 MOST_CHANNELS = 4096
 """Channels (or rows) above which no general permutation is looked for."""
+FEWEST = 16
+"""Values below which anything explains anything."""
 ENOUGH = 0.02
 """What may be left over under a pattern for no other one to be looked for."""
 LEAST = 0.1
@@ -33,7 +35,7 @@ CLEAR = 0.9
 def best_pattern(matrix: Matrix) -> Pattern | None:
     """Return the pattern that leaves least; simple ones come first and are only left for one that is twice as good."""
     error = float((matrix.actual - matrix.expected).norm())
-    if not math.isfinite(error) or error == 0:
+    if not math.isfinite(error) or error == 0 or matrix.actual.numel() < FEWEST:
         return None
     best: Pattern | None = None
     for make in _PATTERNS:

@@ -24,7 +24,7 @@ def shared_out(matrix: Matrix) -> Made:
     actual = matrix.actual[:, :: matrix.part_step]
     fit = parts[:, :, ::2]  # [T, K, C / 2]
     gram = fit @ fit.transpose(1, 2) + 1e-9 * torch.eye(parts.shape[1], dtype=parts.dtype)
-    factor = torch.linalg.solve(gram, fit @ actual[:, ::2, None])[..., 0]  # [T, K]
+    factor = torch.linalg.solve_ex(gram, fit @ actual[:, ::2, None])[0][..., 0]  # [T, K]; not finite where alike
     for words, kept in _readings(factor, owner):
         rest = (parts * (kept - 1)[..., None]).sum(1)
         changed = matrix.expected.clone()

@@ -194,7 +194,7 @@ def stale_token(parts: Parts) -> Places:
             kwargs["input_ids"] = torch.cat((ids[..., :-1], ids[..., -2:-1]), -1)
 
     on_arguments(parts.module, change)
-    return [parts.tap(part)]
+    return [parts.tap(part), parts.tap(part, ".*")]
 
 
 @fault(cause="norm|off|wrong|scale|times")

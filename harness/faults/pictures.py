@@ -82,11 +82,13 @@ def patches_raster(parts: Parts) -> Places:
         flat, done, found = y.reshape(-1, y.shape[-1]), 0, []
         for _, height, width in box["grid"].tolist():
             n = height * width
+            if height % 2 or width % 2 or done + n > flat.shape[0]:
+                raise NoPlace("this tower does not merge blocks of patches")
             part = flat[done : done + n]
             blocks = torch.arange(n).reshape(height // 2, width // 2, 2, 2).permute(0, 2, 1, 3).reshape(-1)
             found.append(part[blocks])
             done += n
-        if done != flat.shape[0] or any(h % 2 or w % 2 for _, h, w in box["grid"].tolist()):
+        if done != flat.shape[0]:
             raise NoPlace("this tower does not merge blocks of patches")
         return torch.cat(found).reshape(y.shape)
 
