@@ -73,12 +73,6 @@ STRUCTURE = {
 }
 """What an error's structure means where its size alone would pass."""
 
-STRUCTURE = {
-    "bias_beyond_noise": "a constant is off: a bias that is missing, doubled or rounded, or a zero point",
-    "growth_beyond_noise": "the error begins, or grows, along the sequence: positions, a state, a window, a page",
-}  # fmt: skip
-"""What it means when an error has a structure that norms do not show."""
-
 AT = {
     "endpoint.stream": "a stream does not join to the answer in one piece: tokens decoded alone split characters",
     "slots.repeat": "the same request alone gives other tokens the second time: state or cache of an earlier one is "
@@ -206,9 +200,6 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
     shape = next((STRUCTURE[m.metric] for m in failing if m.metric in STRUCTURE), "")
     if "error_ratio" not in metrics and shape:
         return shape
-    structure = next((text for name, text in STRUCTURE.items() if name in metrics), "")
-    if structure and "error_ratio" not in metrics:
-        return structure
     if "error_ratio" not in metrics:
         return f"{failing[0].metric.replace('_', ' ')}: outside what was promised"
     return _slices(tap, failing)
