@@ -13,7 +13,9 @@ from harness.adapter import Weight
 from harness.checkpoint.audit import audit_weights, is_head
 from harness.checkpoint.container import Checkpoint, open_checkpoint
 from harness.checkpoint.formats import format_problems, logical_tensors
+from harness.checkpoint.header import Problem
 from harness.checkpoint.plan import planned_bytes
+from harness.checkpoint.problems import promise_problems
 from harness.errors import CheckpointError
 from harness.precision.scheme import Precision
 from harness.types import as_json
@@ -22,16 +24,19 @@ from harness.types import as_json
 def checkpoint_facts(path: Path | str) -> dict[str, Any]:
     """Describe a checkpoint from its headers: problems, tensors, bytes, formats, and planned peak bytes by precision.
 
-    A folder that is no checkpoint at all is one problem of kind `not_a_checkpoint`.
+    `problems` are errors and stray files, `notes` what is odd or worth knowing and does not make it wrong. A folder that
+    is no checkpoint at all is one problem of kind `not_a_checkpoint`.
     """
     try:
         checkpoint = open_checkpoint(path)
     except CheckpointError as error:
         problem = {"kind": "not_a_checkpoint", "name": "", "file": str(path), "expected": "a checkpoint"}
         return {"problems": [{**problem, "found": str(error)}], "undecodable": [], "tensors": 0, "bytes": 0}
-    logicals = list(logical_tensors(checkpoint))
+    logicals = logical_tensors(checkpoint)
+    found = [*checkpoint.problems, *promise_problems(checkpoint)]
     return {
-        "problems": [as_json(p) for p in checkpoint.problems],
+        "problems": [as_json(p) for p in found if _counts(p)],
+        "notes": [as_json(p) for p in found if not _counts(p)],
         "undecodable": [as_json(p) for p in format_problems(checkpoint)],
         "tensors": len(checkpoint.tensors),
         "logical": len(logicals),
@@ -40,6 +45,10 @@ def checkpoint_facts(path: Path | str) -> dict[str, Any]:
         "formats": dict(Counter(x.format for x in logicals)),
         "planned_bytes": {d: planned_bytes(checkpoint, d) for d in ("bfloat16", "float16", "float32", "float64")},
     }
+
+
+def _counts(problem: Problem) -> bool:
+    return problem.severity == "error" or problem.kind == "stray_shard"
 
 
 def audit_facts(

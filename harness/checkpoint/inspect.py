@@ -14,14 +14,12 @@ from harness.checkpoint.bulk import many_records
 from harness.checkpoint.cache import CACHE_BYTES, layer_caches
 from harness.checkpoint.container import Checkpoint, open_checkpoint
 from harness.checkpoint.declared import declared
-from harness.checkpoint.expected import expected_problems
-from harness.checkpoint.formats import format_problems
 from harness.checkpoint.header import Problem
 from harness.checkpoint.layout import Layout, Rank, cut_problems, plan_ranks
 from harness.checkpoint.parts import biggest, dtypes, formats, parts, slices
+from harness.checkpoint.problems import checkpoint_problems
 from harness.types import as_json
 
-SEVERITIES = ("error", "warning", "note")
 RUNTIME_BYTES = 1 << 30
 """Allowance on a card for a context, libraries and buffers of collectives."""
 ASSUMED = (
@@ -29,12 +27,6 @@ ASSUMED = (
     "cut as usual: heads and hidden units over tp, whole experts over ep, runs of layers over pp, the sequence over sp",
     "held whole by every rank: norms, routers, indexers, latent projections, vision; heads are repeated when too few",
 )
-
-
-def checkpoint_problems(checkpoint: Checkpoint) -> list[Problem]:
-    """Return everything that headers, index and configuration show to be wrong, the worst first."""
-    found = [*checkpoint.problems, *format_problems(checkpoint), *expected_problems(checkpoint)]
-    return sorted(found, key=lambda p: SEVERITIES.index(p.severity))
 
 
 def inspect(
