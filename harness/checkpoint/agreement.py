@@ -254,7 +254,7 @@ def _tie(checkpoint: Checkpoint, embedding: Logical, head: Logical) -> Iterator[
                     at = a.nbytes * place // 16
                     left.seek(a.begin + at)
                     right.seek(b.begin + at)
-                    if left.read(256) != right.read(256):
+                    if left.read(min(256, a.nbytes - at)) != right.read(min(256, a.nbytes - at)):
                         found = f"other bytes from {at} on"
                         yield _problem(checkpoint, head, "tie_contradicted", expected, found, "warning")
                         return
@@ -316,7 +316,7 @@ def _odd_shapes(checkpoint: Checkpoint, family: Family) -> Iterator[Problem]:
     if len(shapes) != 2:
         return
     (usual, many), (other, few) = shapes.most_common(2)
-    if few > 2 or many < 4 * few or _meant(family, other):
+    if few > 2 or many < 3 * few or _meant(family, other):
         return
     for logical in family.members.values():
         if logical.shape == other:

@@ -5,7 +5,6 @@ Every value is hostile: of another type than expected it counts as not said.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ _IGNORE_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude",
 _GROUP_KEYS = ("group_size", "q_group_size")
 _BITS_KEYS = ("num_bits", "bits", "w_bit", "wbits")
 _BLOCK_KEYS = ("weight_block_size", "block_structure")
-_MAX_PATTERN, _MAX_PATTERNS, _MAX_DEPTH = 400, 20_000, 8
+_MAX_PATTERN, _MAX_PATTERNS, _MAX_DEPTH, _MAX_REPETITIONS, _MAX_TESTS = 400, 20_000, 8, 3, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +145,7 @@ def ignores(patterns: tuple[str, ...]) -> Callable[[str], bool]:
             if expression is not None:
                 tests.append(partial(_matches, expression))
         elif "*" in pattern or "?" in pattern:
-            expression = _compiled(fnmatch.translate(pattern)) if pattern.count("*") <= 4 else None
+            expression = _compiled(_from_glob(pattern))
             if expression is not None:
                 tests.append(partial(_matches, expression))
         else:
@@ -155,18 +154,23 @@ def ignores(patterns: tuple[str, ...]) -> Callable[[str], bool]:
     def ignored(module: str) -> bool:
         parts = module.split(".")
         pieces = {".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}
-        return not exact.isdisjoint(pieces) or any(test(module) for test in tests)
+        return not exact.isdisjoint(pieces) or any(test(module) for test in tests[:_MAX_TESTS])
 
     return ignored
 
 
 def _matches(expression: re.Pattern[str], module: str) -> bool:
     shorter = module.split(".", 1)[1] if "." in module else module
-    return bool(expression.match(module[:500]) or expression.match(shorter[:500]))
+    return bool(expression.match(module[:200]) or expression.match(shorter[:200]))
+
+
+def _from_glob(pattern: str) -> str:
+    return "".join(".*" if c == "*" else "." if c == "?" else re.escape(c) for c in pattern) + r"\Z"
 
 
 def _compiled(text: str) -> re.Pattern[str] | None:
-    if re.search(r"[+*}]\??\)[+*{?]", text) or len(re.findall(r"[+*{]", text)) > 8 or re.search(r"\\\d", text):
+    unbounded = len(re.findall(r"[+*{]", text))
+    if re.search(r"\)[+*{]", text) or unbounded > _MAX_REPETITIONS or re.search(r"\\\d", text):
         return None
     try:
         return re.compile(text)

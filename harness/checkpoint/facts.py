@@ -24,8 +24,8 @@ from harness.types import as_json
 def checkpoint_facts(path: Path | str) -> dict[str, Any]:
     """Describe a checkpoint from its headers: problems, tensors, bytes, formats, and planned peak bytes by precision.
 
-    `problems` are errors and stray files, `notes` what is odd or worth knowing and does not make it wrong. A folder that
-    is no checkpoint at all is one problem of kind `not_a_checkpoint`.
+    `problems` are errors and stray files, `notes` what is odd or worth knowing and does not make it wrong. A folder
+    that is no checkpoint at all is one problem of kind `not_a_checkpoint`.
     """
     try:
         checkpoint = open_checkpoint(path)
