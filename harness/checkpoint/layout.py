@@ -100,11 +100,11 @@ def cut_of(piece: Slice, config: Mapping[str, Any]) -> Cut | None:
     logical, name = piece.family.first, piece.family.template
     shape = logical.shape
     if piece.part in ("embeddings", "head") and len(shape) == 2:
-        return Cut(-2, shape[0], 1, 1, 0) if shape[0] >= shape[1] else None
+        return Cut(-2, shape[0], 1, 1, 0) if shape[0] >= max(1, shape[1]) else None
     if piece.part not in ("attention", "dense mlp", "shared experts", "experts") or not shape or "_a_proj" in name:
         return None
     axis = -2 if _ROWS.search(name) else -1 if _COLUMNS.search(name) and len(shape) >= 2 else 0
-    if not axis or (axis == -2 and len(shape) == 1 and not name.endswith("bias")):
+    if not axis or not logical.numel or (axis == -2 and len(shape) == 1 and not name.endswith("bias")):
         return None
     size = shape[axis] if len(shape) >= 2 else shape[0]
     heads = _heads(name, config) if piece.part == "attention" else 0

@@ -231,7 +231,7 @@ def _gpt_oss(folder: Folder, name: str, ref: TensorRef) -> Logical:
 def _packed(folder: Folder, name: str, ref: TensorRef) -> Logical:
     """Recognise compressed-tensors: `weight_packed` with `weight_scale` and, for NVFP4, `weight_global_scale`."""
     tensors, base = folder.tensors, name[: -len("_packed")]
-    if ref.dtype == "I32":
+    if ref.dtype == "I32" and len(ref.shape) == 2:
         return _packed_words(folder, base, ref)
     parts, problem, kind, shape = {"weight": name}, "", "mxfp4", _unpacked(ref)
     scale = tensors.get(base + "_scale")
