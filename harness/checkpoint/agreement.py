@@ -160,19 +160,16 @@ def _ignored(checkpoint: Checkpoint, says: Declared) -> Iterator[Problem]:
 def _dtypes(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Name tensors whose stored type differs from all their siblings' in a way that only a label can."""
     for family in families(checkpoint):
-        for role in {role for logical in (family.first,) for role in logical.parts}:
-            kinds: dict[str, list[Logical]] = defaultdict(list)
-            for logical in family.members.values():
-                if role in logical.parts and len(kinds) < 8:
-                    kinds[checkpoint.tensors[logical.parts[role]].dtype].append(logical)
-            if len(kinds) < 2:
-                continue
-            usual = max(kinds, key=lambda k: len(kinds[k]))
-            for dtype, members in kinds.items():
-                if dtype != usual and _relabelled(dtype, usual) and len(members) * 2 < len(kinds[usual]):
-                    found = f"{dtype}{f', and {len(members) - 1} more' if len(members) > 1 else ''}"
-                    expected = f"the {role} in {usual}, like its siblings"
-                    yield _problem(checkpoint, members[0], "dtype_contradicted", expected, found)
+        count = Counter(logical.dtype for logical in family.members.values())
+        if len(count) < 2:
+            continue
+        usual = count.most_common(1)[0][0]
+        for dtype, n in count.items():
+            if dtype != usual and _relabelled(dtype, usual) and n * 2 < count[usual]:
+                first = next(x for x in family.members.values() if x.dtype == dtype)
+                expected = f"it in {usual}, like its siblings"
+                found = f"{dtype}{f', and {n - 1} more' if n > 1 else ''}"
+                yield _problem(checkpoint, first, "dtype_contradicted", expected, found)
     yield from _declared_dtype(checkpoint)
 
 

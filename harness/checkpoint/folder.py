@@ -109,9 +109,23 @@ def parse_json(raw: bytes) -> tuple[Any, list[str]]:
         return result
 
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique), twice
+        text = raw.decode("utf-8")
+        if len(raw) > 1 << 20 and b"\\" not in raw and raw.count(b'"') == _quotes(value := json.loads(text)):
+            return value, []  # as many strings as the text has: no key was lost on another of its name
+        return json.loads(text, object_pairs_hook=unique), twice
     except RecursionError:
         raise ValueError("objects nested too deep") from None
+
+
+def _quotes(value: Any, depth: int = 0) -> int:
+    """Count the quotes that a value takes in JSON; -1 for what nests deeper than an index does."""
+    if isinstance(value, str):
+        return 2
+    if not isinstance(value, dict):
+        return 0
+    if depth > 3:
+        return -1
+    return 2 * len(value) + sum(2 if type(v) is str else _quotes(v, depth + 1) for v in value.values())
 
 
 def _read_index(contents: Contents, path: Path) -> dict[str, Any]:
@@ -206,7 +220,7 @@ def _indexed(contents: Contents, weight_map: Mapping[str, Any], shards: Mapping[
     for name, file in weight_map.items():
         ref = shards[file].get(name) if isinstance(file, str) else None
         if ref is not None:
-            tensors[name] = ref
+            tensors[ref.name] = ref  # one string for a name: the index's own copies go with it
         else:
             lost.append((name, file if isinstance(file, str) else repr(file)[:200]))
     owner = {name: file for file, refs in shards.items() for name in refs} if lost else {}

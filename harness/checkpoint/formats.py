@@ -14,7 +14,7 @@ from harness.checkpoint import decoders as dec
 from harness.checkpoint import integers
 from harness.checkpoint.bulk import many_records
 from harness.checkpoint.container import Checkpoint
-from harness.checkpoint.header import Problem
+from harness.checkpoint.header import Problem, TensorRef
 from harness.checkpoint.recognise import FLOATS, FP8, Logical, Recogniser, folder_of, main_part, plain, route
 from harness.errors import CheckpointError
 
@@ -31,24 +31,23 @@ def logical_tensors(checkpoint: Checkpoint) -> Sequence[Logical]:
 
 
 def _recognise(checkpoint: Checkpoint) -> tuple[Logical, ...]:
-    folder, taken, mains = folder_of(checkpoint), set[str](), dict[str, Logical]()
+    folder, taken = folder_of(checkpoint), set[str]()
     routes: dict[tuple[str, str], Recogniser | None] = {}
+    found: list[Logical | TensorRef] = []
     for name, ref in checkpoint.tensors.items():
         key = (name[name.rfind(".") + 1 :], ref.dtype)
         if key not in routes:
             routes[key] = route(*key)
         recogniser = routes[key]
-        if recogniser is None:
-            continue
-        logical = main_part(folder, name, ref, recogniser)
+        logical = main_part(folder, name, ref, recogniser) if recogniser is not None else None
         if logical is not None:
             taken.update(logical.parts.values())
             taken.update(logical.extra)
-            mains[name] = logical
+        found.append(ref if logical is None else logical)
     return tuple(
-        mains[name] if name in mains else plain(name, ref)
-        for name, ref in checkpoint.tensors.items()
-        if name in mains or name not in taken
+        x if isinstance(x, Logical) else plain(x.name, x)
+        for x in found
+        if isinstance(x, Logical) or x.name not in taken
     )
 
 

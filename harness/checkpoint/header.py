@@ -150,7 +150,7 @@ def read_header(path: Path, file: str) -> Header:
     if reason := crowded(raw):
         raise refuse("bad_header", "the text of a header", reason)
     try:
-        entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        entries = _parsed(raw)
     except (ValueError, RecursionError) as error:
         kind = "duplicate_key" if isinstance(error, _DuplicateKey) else "bad_header"
         raise refuse(kind, "a JSON object with unique keys", str(error)[:200]) from None
@@ -171,6 +171,25 @@ def crowded(raw: bytes) -> str:
         if count * each > len(raw) + (1 << 16):
             return f"{count} of {mark.decode()!r} in {len(raw)} bytes"
     return ""
+
+
+def _parsed(raw: bytes) -> Any:
+    """Parse a header whose keys are unique.
+
+    Each entry of a right header has five strings. Where the quotes of the text are as many, no key was lost on another
+    of its name; else the text is parsed again, slowly, with an eye on every object.
+
+    Raises:
+        ValueError: it is no JSON, or a key stands twice.
+    """
+    text = raw.decode("utf-8")
+    entries = json.loads(text, parse_constant=_no_constant)
+    if isinstance(entries, dict) and b"\\" not in raw:
+        metadata = entries.get("__metadata__")
+        quotes = 10 * len(entries) + (4 * len(metadata) - 8 if isinstance(metadata, dict) else 0)
+        if raw.count(b'"') == quotes:
+            return entries
+    return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
 
 
 class _DuplicateKey(ValueError):

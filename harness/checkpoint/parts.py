@@ -38,11 +38,12 @@ _WORDS: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The weights of one family in one layer (None: in no layer of the text stack)."""
+    """The weights of one family in one layer (None: in no layer of the text stack), of one format."""
 
     family: Family
     part: str
     layer: int | None
+    format: str
     count: int
     stored: int
     nbytes: int
@@ -81,20 +82,18 @@ def _slices(checkpoint: Checkpoint) -> list[Slice]:
     found = []
     for family in families(checkpoint):
         part, in_stack = part_of(family.template), bool(stack) and family.stack == stack
-        sums: dict[int | None, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+        sums: dict[tuple[int | None, str], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
         for numbers, logical in family.members.items():
-            sum_ = sums[numbers[0] if in_stack else None]
+            sum_ = sums[numbers[0] if in_stack else None, logical.format]
             sum_[0] += 1
-            for name in logical.parts.values():
+            for name in (*logical.parts.values(), *logical.extra):
+                ref = tensors[name]
                 sum_[1] += 1
-                sum_[2] += tensors[name].nbytes
-            for name in logical.extra:
-                sum_[1] += 1
-                sum_[2] += tensors[name].nbytes
+                sum_[2] += ref.end - ref.begin
             sum_[3] += logical.numel
-        for layer, (count, stored, nbytes, parameters) in sums.items():
+        for (layer, kind), (count, stored, nbytes, parameters) in sums.items():
             here = "mtp" if layer is not None and said is not None and layer >= said else part
-            found.append(Slice(family, here, layer, count, stored, nbytes, parameters))
+            found.append(Slice(family, here, layer, kind, count, stored, nbytes, parameters))
     return found
 
 
@@ -112,16 +111,12 @@ def parts(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
 def formats(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Return weights, parameters, bytes and the parts they lie in by format, most bytes first."""
     found: dict[str, dict[str, Any]] = {}
-    for family in families(checkpoint):
-        part = part_of(family.template)
-        for logical in family.members.values():
-            row = found.get(logical.format)
-            if row is None:
-                row = found[logical.format] = {"weights": 0, "parameters": 0, "bytes": 0, "parts": {}}
-            row["weights"] += 1
-            row["parameters"] += logical.numel
-            row["bytes"] += sum(checkpoint.tensors[name].nbytes for name in logical.parts.values())
-            row["parts"][part] = None
+    for piece in slices(checkpoint):
+        row = found.setdefault(piece.format, {"weights": 0, "parameters": 0, "bytes": 0, "parts": {}})
+        row["weights"] += piece.count
+        row["parameters"] += piece.parameters
+        row["bytes"] += piece.nbytes
+        row["parts"][piece.part] = None
     for row in found.values():
         row["parts"] = list(row["parts"])
     return dict(sorted(found.items(), key=lambda item: -item[1]["bytes"]))

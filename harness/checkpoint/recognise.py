@@ -67,13 +67,15 @@ class Logical:
 class Folder:
     """What recognition looks at: the tensors, what the configuration says, and the checkpoint for its few contents.
 
-    `beside` are the names of activation scales that occur anywhere in it.
+    `beside` are the names of activation scales that occur anywhere in it; `has_global` says whether any global scale
+    does: half a million look-ups of what is nowhere are saved.
     """
 
     tensors: Mapping[str, TensorRef]
     says: Declared
     checkpoint: Checkpoint
     beside: tuple[str, ...]
+    has_global: bool
 
 
 Recogniser = Callable[[Folder, str, TensorRef], Logical]
@@ -82,7 +84,9 @@ Recogniser = Callable[[Folder, str, TensorRef], Logical]
 def folder_of(checkpoint: Checkpoint) -> Folder:
     """Return what recognition needs of a checkpoint."""
     last = {name[name.rfind(".") + 1 :] for name in checkpoint.tensors}
-    return Folder(checkpoint.tensors, declared(checkpoint), checkpoint, tuple(n for n in _BESIDE if n in last))
+    has_global = any(name.endswith("_global_scale") for name in last)
+    beside = tuple(n for n in _BESIDE if n in last)
+    return Folder(checkpoint.tensors, declared(checkpoint), checkpoint, beside, has_global)
 
 
 def route(last: str, dtype: str) -> Recogniser | None:
@@ -239,7 +243,7 @@ def _packed(folder: Folder, name: str, ref: TensorRef) -> Logical:
         problem = f"packed codes without {base}_scale"
     else:
         parts["scale"] = scale.name
-    if base + "_global_scale" in tensors:
+    if folder.has_global and base + "_global_scale" in tensors:
         kind, parts["global"] = "nvfp4_divisor", base + "_global_scale"
         if scale is not None and scale.dtype not in FP8:
             problem = f"a global scale beside scales of dtype {scale.dtype}"

@@ -219,6 +219,20 @@ def test_crowded_json_is_not_parsed(tmp_path):
     assert "in 3000004 bytes" in problem.found
 
 
+def test_no_duplicate_key_hides_behind_another_mistake(tmp_path):
+    """A key that stands twice beside an entry that lacks one is refused, and so is one in an index of a megabyte."""
+    for header in (
+        b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "a": {"shape": [1], "data_offsets": [0, 1]}}',
+        b'{"a": {"dtype": "U8", "dtype": "I8", "shape": [64], "data_offsets": [0, 64]}}',
+        b'{"__metadata__": {"x": "1", "x": "2"}, "a": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}}',
+    ):
+        assert [p.kind for p in open_checkpoint(put(tmp_path / "x", header=header)).problems] == ["duplicate_key"]
+    names = ", ".join(f'"{n:040d}": "model-00001-of-00001.safetensors"' for n in range(15_000))
+    for again in ("", f', "{7:040d}": "model-00001-of-00001.safetensors"'):
+        folder = put(tmp_path / "y", header=b"{}", index=f'{{"weight_map": {{{names}{again}}}}}'.encode())
+        assert ("duplicate_key" in {p.kind for p in open_checkpoint(folder).problems}) == bool(again)
+
+
 def test_odd_files_are_never_opened(tmp_path):
     """A shard that is a folder, a pipe, a device or a link to itself is named and not opened."""
     index = {
