@@ -42,6 +42,7 @@ def execute(bench: Bench, run: Run, *, pins: Pins | None, expected: Trace | None
     """
     kinds: dict[str, Callable[[Bench, Run, TraceRecorder, Trace | None], Facts]] = {
         "load": _load,
+        "content": _content,
         "weights": _weights,
         "forward": _forward,
         "steps": _steps,
@@ -206,6 +207,13 @@ def _load(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | Non
     from harness.checkpoint import checkpoint_facts
 
     return {**bench.load_facts, "checkpoint": checkpoint_facts(bench.checkpoint)}
+
+
+def _content(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | None) -> Facts:
+    from harness.checkpoint import open_checkpoint
+    from harness.checkpoint.scan import content_facts
+
+    return content_facts(open_checkpoint(bench.checkpoint), told=bench.beat)
 
 
 def _weights(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | None) -> Facts:

@@ -18,11 +18,14 @@ ACCUMULATED = frozenset({
 })  # fmt: skip
 """Metrics of free runs: they gather whatever went wrong before, and name no place."""
 
-FOREMOST = frozenset({"index_problems", "undecodable_tensors"})
+FOREMOST = frozenset({"index_problems", "undecodable_tensors", "content_problems"})
 """Metrics of the checkpoint alone: what they find was wrong before the port did anything, a crash included."""
 
 DIRECT = {
     "index_problems": "the checkpoint's index and its shards do not agree: a shard is missing, short, or named wrongly",
+    "content_problems": "the file itself is damaged, or is not the one that was published: fetch it again",
+    "content_suspicions": "the file holds a matrix unlike its siblings: look at how it was exported",
+    "unconvertible_blocks": "blocks whose scales are too far apart for FP8 with one scale for each 128x128",
     "unused_tensors": "a tensor of the checkpoint was never used: a renamed or prefixed key was passed over",
     "unfilled_parameters": "a parameter was never filled: no such tensor, a tie not applied, or a shard dropped",
     "weight_mismatches": "memory does not hold what the checkpoint says: scale, layout, permutation, order or decoder",

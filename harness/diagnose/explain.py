@@ -134,8 +134,10 @@ def _accumulated(failing: Sequence[Failing]) -> list[Place]:
 
 
 def _badness(pair: Failing) -> tuple[int, bool, float]:
-    """Order the worst first: what is not finite or not measured, then what fails in the declared precision already."""
+    """Order the worst first: the file itself, what is not finite or measured, what fails in the declared precision."""
     criterion, m = pair
+    if m.metric in FOREMOST:
+        return (-1, False, 0.0)
     if m.value is None or not math.isfinite(m.value):
         return (0, False, 0.0)
     limit, sharper = limit_at(criterion, m.n), m.where.get("precision", "declared") != "declared"

@@ -18,11 +18,12 @@ from harness.checkpoint import checkpoint_facts
 from harness.metrics.memory import peak_over_plan
 from harness.precision.scheme import Precision, parse_precision
 from harness.stages import StageContext, StageView, loss, measured
+from harness.stages.content import CONTENT_METRICS, content_of
 from harness.types import Failure, Measurement, Run, Trace
 
 NAME = "load"
 NEEDS: tuple[str, ...] = ()
-LOAD, WEIGHTS = "load/load", "load/weights"
+LOAD, CONTENT, WEIGHTS = "load/load", "load/content", "load/weights"
 
 _PORT_METRICS = ("load_peak_over_plan",)
 _WEIGHT_METRICS = (
@@ -42,8 +43,8 @@ SMALL = 1e-5
 
 
 def plan(context: StageContext) -> list[Run]:
-    """Return one load, and one pass over the weights where the port can show them."""
-    runs = [Run(id=LOAD, stage=NAME, kind="load")]
+    """Return one load, one pass over the files, and one over the weights where the port can show them."""
+    runs = [Run(id=LOAD, stage=NAME, kind="load"), Run(id=CONTENT, stage=NAME, kind="content")]
     if "weights" in context.capabilities:
         runs.append(Run(id=WEIGHTS, stage=NAME, kind="weights"))
     return runs
@@ -58,6 +59,8 @@ def measure(view: StageView) -> list[Measurement]:
             found += _lost(run, accel, Path(view.context.info.path))
         elif run.kind == "load":
             found += _load(run, accel)
+        elif run.kind == "content":
+            found += content_of(run, accel.facts)
         else:
             oracle = view.trace("oracle", run.id)
             expected = oracle.facts.get("audit") if isinstance(oracle, Trace) else None
@@ -72,7 +75,7 @@ def _lost(run: Run, side: Failure | Trace | None, checkpoint: Path) -> list[Meas
     """Measure what needs no port: a shard that is short explains more than a port that could not read it."""
     assert not isinstance(side, Trace)
     message = f"the port: {side.kind}: {side.message}" if side is not None else "the port has no trace of this run"
-    metrics = _PORT_METRICS if run.kind == "load" else _WEIGHT_METRICS
+    metrics = {"load": _PORT_METRICS, "content": CONTENT_METRICS}.get(run.kind, _WEIGHT_METRICS)
     found = _headers(run, checkpoint_facts(checkpoint)) if run.kind == "load" else []
     detail = {"message": message, **loss(side)}
     return [*found, *(measured(NAME, run, m, None, "*", problem="error", detail=detail) for m in metrics)]

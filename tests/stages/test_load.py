@@ -17,6 +17,7 @@ from harness.adapter import Weight
 from harness.cases import ModelInfo
 from harness.checklist import load_checklists
 from harness.checkpoint import audit_facts, checkpoint_facts, decode, logical_tensors, open_checkpoint
+from harness.checkpoint.scan import content_facts
 from harness.gate import judge, stage_status
 from harness.stages import StageContext, StageView, load
 from harness.types import Failure, Scope, Setup, Status, Trace
@@ -138,6 +139,7 @@ def traces(folder, actual, expected, *, claims=None, lossy=(), peak=1 << 20):
     plan = load.plan(context())
     facts = {
         ("accel", load.LOAD): {"load_s": 1.0, "peak_bytes": peak, "checkpoint": checkpoint_facts(folder)},
+        ("accel", load.CONTENT): content_facts(open_checkpoint(folder)),
         ("accel", load.WEIGHTS): {"audit": audit_facts(folder, weights(actual), "bfloat16")},
     }
     if expected is not None:
@@ -453,7 +455,7 @@ def test_too_much_memory_is_found(folder, actual, expected):
 def test_a_load_that_did_not_end_is_an_error(folder, actual, expected, tmp_path):
     """A crash during the load is an ERROR of all that needs the port; the checkpoint's own headers are judged still."""
     found = traces(folder, actual, expected)
-    for id in (load.LOAD, load.WEIGHTS):
+    for id in (load.LOAD, load.CONTENT, load.WEIGHTS):
         found["accel", id] = Failure(run=id, kind="crash", message="signal 11")
     copy = shutil.copytree(folder, tmp_path / "copy")
     there = dataclasses.replace(context(), info=dataclasses.replace(context().info, path=str(copy)))
@@ -470,7 +472,7 @@ def test_a_load_that_did_not_end_is_an_error(folder, actual, expected, tmp_path)
 def test_a_port_that_cannot_show_its_weights_is_judged_on_the_rest(folder, actual, expected):
     """Without the capability no weights run is planned, and what needs it is out of scope."""
     blind = context(capabilities=frozenset())
-    assert [r.id for r in load.plan(blind)] == [load.LOAD]
+    assert [r.id for r in load.plan(blind)] == [load.LOAD, load.CONTENT]
     found = traces(folder, actual, expected)
     assert judged(found, blind)[0] is Status.PASSED
 

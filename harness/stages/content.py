@@ -1,0 +1,44 @@
+"""What one pass over a checkpoint's files shows, as measurements of the load stage. Must not know limits or files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from harness.stages import measured
+from harness.types import Measurement, Run
+
+NAME = "load"
+CONTENT_METRICS = ("content_problems", "content_suspicions", "unconvertible_blocks")
+UNLIKELY = frozenset({"all_zero", "zero_scale", "negative_scale", "wild_scale"})
+"""Kinds of problem that a right checkpoint may have: an unused gate, a block of zeros. They are suspicions."""
+
+
+def content_of(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
+    """Return the problems, the suspicions and the blocks that FP8 cannot hold; one of 0 where there is none."""
+    found: dict[str, list[Measurement]] = {metric: [] for metric in CONTENT_METRICS}
+    for m in _found(run, facts):
+        found[m.metric].append(m)
+    n, conversion = max(1, facts["matrices"]), facts["conversion"]
+    detail = {"files": len(facts["digests"]), "vouched": facts["vouched"], "seconds": facts["seconds"]}
+    for metric in ("content_problems", "content_suspicions"):
+        found[metric] = found[metric] or [measured(NAME, run, metric, 0.0, "all", n=n, detail=detail)]
+    blocks = conversion["lossy_blocks"]
+    words = f"{blocks} of {conversion['blocks']} MXFP4 blocks change in FP8, by at most {conversion['worst']:.2g}"
+    detail = {"message": f"{words}: {', '.join(conversion['tensors'][:4])}"} if blocks else {}
+    found["unconvertible_blocks"].append(
+        measured(NAME, run, "unconvertible_blocks", blocks, "all", n=max(1, conversion["blocks"]), detail=detail)
+    )
+    return [m for metric in CONTENT_METRICS for m in found[metric]]
+
+
+def _found(run: Run, facts: Mapping[str, Any]) -> Iterator[Measurement]:
+    for p in facts["problems"]:
+        metric = "content_suspicions" if p["kind"] in UNLIKELY else "content_problems"
+        place = f" in {p['file']}" if p["file"] else ""
+        message = f"{p['name'] or 'checkpoint'}{place}: expected {p['expected']}, found {p['found']}"
+        yield measured(
+            NAME, run, metric, 1.0, p["name"] or p["file"], where={"kind": p["kind"]}, detail={**p, "message": message}
+        )  # fmt: skip
+    for s in facts["suspicions"]:
+        yield measured(NAME, run, "content_suspicions", 1.0, s["name"], where={"kind": s["kind"]}, detail=dict(s))
