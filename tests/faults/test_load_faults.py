@@ -22,7 +22,7 @@ SHARD_3 = {"visual.blocks.0.norm1.bias", "model.layers.0.mlp.down_proj.weight"}
         ("halved_scales", "load.values", "model.layers.2.self_attn.q_a_proj.weight", "0.5 times the checkpoint's"),
         ("reinitialised", "load.values", "model.layers.1.self_attn.indexer.wk.weight", "first random ones"),
         ("skipped_key", "load.values", "model.layers.1.post_attention_layernorm.weight", "the constant 1"),
-        ("gate_up_swapped", "load.order", "model.layers.3.mlp.experts.0.gate_proj.weight", "another tensor than its own"),
+        ("gate_up_swapped", "load.order", "model.layers.3.mlp.experts.0.gate_proj.weight", "another tensor than"),
     ],
 )
 def test_a_wrong_weight_is_refused_by_name(verify, fault, criterion, place, cause):
