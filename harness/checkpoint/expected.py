@@ -21,6 +21,7 @@ DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "layers", "enc
 _EXPERTS = re.compile(r"^(n|num)_(routed_|local_|moe_)?experts$|^moe_num_experts$|^num_experts_routed$")
 _MTP_WORDS = re.compile(r"(^|\.)(eh_proj|enorm|hnorm|shared_head|embed_proj|h_proj|e_proj|mtp\w*|nextn\w*)(\.|$)")
 _MAX_NAMED = 50
+_MAX_EXPERTS = 1 << 20
 
 
 def expected_problems(checkpoint: Checkpoint) -> list[Problem]:
@@ -270,10 +271,11 @@ def _listed(value: list[Any], size: int, everything: frozenset[int]) -> set[froz
 
 def expert_count(config: Mapping[str, Any]) -> int | None:
     """Return the number of routed experts that a configuration gives; None if none, or by layer."""
-    counts = {v for k, v in config.items() if _EXPERTS.match(k) and isinstance(v, int) and not isinstance(v, bool)}
     inner = config.get("ffn_config") or config.get("moe_config") or config.get("moe")
-    if not counts and isinstance(inner, dict):
-        counts = {v for k, v in inner.items() if _EXPERTS.match(k) and isinstance(v, int)}
+    counts: set[int] = set()
+    for owner in (config, inner if isinstance(inner, dict) else {}):
+        said = {number(owner, k) for k in owner if _EXPERTS.match(k)}
+        counts = counts or {n for n in said if n is not None and n <= _MAX_EXPERTS}
     return counts.pop() if len(counts) == 1 else None
 
 
@@ -309,7 +311,7 @@ def _gaps(family: Family, by_layer: Mapping[int, set[int]], count: int | None) -
     """Name each expert of a layer that lacks a tensor which its siblings have."""
     usual = Counter(max(items) + 1 for items in by_layer.values()).most_common(1)[0][0]
     for layer, items in by_layer.items():
-        total = min(count or usual, 1 << 20)
+        total = min(count or usual, _MAX_EXPERTS)
         if len(items) * 2 < total:
             name = joined(family.template.rsplit(".#", 1)[0], [layer])
             found = f"{len(items)} with {family.template.rsplit('#.', 1)[-1]}"

@@ -219,6 +219,16 @@ def test_crowded_json_is_not_parsed(tmp_path):
     assert "in 3000004 bytes" in problem.found
 
 
+@pytest.mark.parametrize(
+    "key", ["num_experts", "num_hidden_layers", "num_attention_heads", "vocab_size", "sliding_window"]
+)
+@pytest.mark.parametrize("value", [0, -1, 10**30, 1 << 39])
+def test_absurd_sizes_are_no_sizes(whole, key, value):
+    """A configuration may give any number: nothing is allocated or divided by it."""
+    (whole / "config.json").write_text(json.dumps({**CONFIG, key: value}))
+    look(whole)
+
+
 def test_no_duplicate_key_hides_behind_another_mistake(tmp_path):
     """A key that stands twice beside an entry that lacks one is refused, and so is one in an index of a megabyte."""
     for header in (
