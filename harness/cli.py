@@ -221,17 +221,26 @@ def inspect(
     card_gib: Annotated[
         float | None, typer.Option("--card-gib", metavar="N", help="Memory of a card: does each rank fit?")
     ] = None,
+    content: Annotated[bool, typer.Option("--content", help="Read every byte too: digests, codes, values.")] = False,
+    manifest: Annotated[
+        Path | None, typer.Option("--manifest", metavar="FILE", help="Published digests of the files.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="FILE", help="Keep finished shards here, and take them from it.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it all as JSON.")] = None,
 ) -> None:
-    """Say what a checkpoint is, what is wrong with it and what it takes, from its headers."""
+    """Say what a checkpoint is, what is wrong with it and what it takes: from its headers, or from all of it."""
     from harness.checkpoint.inspect import clean
     from harness.checkpoint.inspect import inspect as look
     from harness.checkpoint.layout import Layout
     from harness.errors import CheckpointError
-    from harness.report.inspection import show_inspection
+    from harness.report.inspection import reading, show_inspection
 
+    layout = Layout(tp=tp, ep=ep, pp=pp, sp=sp)
+    read = reading(manifest=manifest, state=resume) if content or manifest or resume else None
     try:
-        found = look(checkpoint, layout=Layout(tp=tp, ep=ep, pp=pp, sp=sp), context=context, card_gib=card_gib)
+        found = look(checkpoint, layout=layout, context=context, card_gib=card_gib, read=read)
     except CheckpointError as error:
         raise UsageError(str(error)) from None
     if json_file is not None:

@@ -6,7 +6,7 @@ The result is plain JSON; how it looks is for a report to say.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,20 @@ ASSUMED = (
 
 
 def inspect(
-    path: Path | str, *, layout: Layout | None = None, context: int = 32_768, card_gib: float | None = None
+    path: Path | str,
+    *,
+    layout: Layout | None = None,
+    context: int = 32_768,
+    card_gib: float | None = None,
+    read: Callable[[Checkpoint], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Inspect a checkpoint from its headers.
+    """Inspect a checkpoint from its headers, and from what `read` says of its content (see `scan.content_facts`).
 
     Units: `context` in tokens, `card_gib` in GiB of one card.
 
     Returns:
         JSON: `checkpoint` `tensors` `shards` `bytes` `parameters` `quantisation` `formats` `dtypes` `parts` `biggest`
-        `problems` (`severity` `kind` `tensor` `file` `offset` `message`) and `plan`.
+        `problems` (`severity` `kind` `tensor` `file` `offset` `message`), `plan`, and `content` if it was read.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -51,6 +56,9 @@ def inspect(
         plan = _plan(checkpoint, layout, context, card_gib)
         problems += cut_problems(checkpoint, layout)
         says, by_part = declared(checkpoint), parts(checkpoint)
+        told = [_told(p) for p in problems]
+        content = {} if read is None else {"content": read(checkpoint)}
+        told += _content_problems(content.get("content", {}))
         return {
             "checkpoint": str(checkpoint.path),
             "tensors": len(checkpoint.tensors),
@@ -62,8 +70,9 @@ def inspect(
             "dtypes": dtypes(checkpoint),
             "parts": by_part,
             "biggest": biggest(checkpoint),
-            "problems": [_told(p) for p in problems],
+            "problems": told,
             "plan": plan,
+            **content,
         }
 
 
@@ -76,6 +85,25 @@ def _told(problem: Problem) -> dict[str, Any]:
         "offset": problem.offset,
         "message": problem.message,
     }
+
+
+def _content_problems(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a pass over the content found as problems; suspicions are notes: they prove nothing."""
+    found = [
+        {
+            "severity": p["severity"], "kind": p["kind"], "tensor": p["name"], "file": p["file"], "offset": p["offset"],
+            "message": f"expected {p['expected']}, found {p['found']}",
+        }
+        for p in content.get("problems", ())
+    ]  # fmt: skip
+    suspects = [
+        {
+            "severity": "note", "kind": f"suspicious_{s['kind']}", "tensor": s["name"], "file": s["file"],
+            "offset": s["offset"], "message": s["message"],
+        }
+        for s in content.get("suspicions", ())
+    ]  # fmt: skip
+    return found + suspects
 
 
 def clean(inspection: dict[str, Any]) -> bool:

@@ -3,22 +3,56 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from harness.checkpoint import Checkpoint
+from harness.checkpoint.scan import content_facts, expected_seconds, scan_bytes
+
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 _SHOWN, _RANKS_SHOWN, _PLAIN_WIDTH = 6, 16, 160
+LOG_EVERY_S = 10.0
 
 
 def show_inspection(inspection: Mapping[str, Any]) -> None:
     """Print an inspection, in colours on a terminal and plain elsewhere."""
     plain = not sys.stdout.isatty()
     Console(width=_PLAIN_WIDTH if plain else None, no_color=plain or None).print(inspection_view(inspection))
+
+
+def reading(*, manifest: Path | None, state: Path | None) -> Callable[[Checkpoint], dict[str, Any]]:
+    """Return how to read a checkpoint's content while telling how far it is: a line that moves, or lines in a log."""
+    console = Console(stderr=True)
+
+    def read(checkpoint: Checkpoint) -> dict[str, Any]:
+        seconds = expected_seconds(checkpoint)
+        files = len(checkpoint.headers)
+        console.print(f"reading {size(scan_bytes(checkpoint))} in {files} files: about {seconds:.0f} s, by one weight")
+        if not console.is_terminal:
+            return content_facts(checkpoint, manifest=manifest, state=state, told=_now_and_then(console))
+        with console.status("reading") as status:
+            return content_facts(checkpoint, manifest=manifest, state=state, told=status.update)
+
+    return read
+
+
+def _now_and_then(console: Console) -> Callable[[str], None]:
+    last = time.monotonic()
+
+    def told(words: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LOG_EVERY_S:
+            last = time.monotonic()
+            console.print(words)
+
+    return told
 
 
 def size(nbytes: float) -> str:
@@ -48,8 +82,23 @@ def inspection_view(inspection: Mapping[str, Any]) -> RenderableType:
     )
     return Group(
         Text(head), Text(), _parts(inspection), Text(), _formats(inspection), Text(), _biggest(inspection), Text(),
-        *_plan(inspection["plan"]), Text(), *_problems(inspection["problems"]),
+        *_plan(inspection["plan"]), Text(), *_content(inspection.get("content")), *_problems(inspection),
     )  # fmt: skip
+
+
+def _content(content: Mapping[str, Any] | None) -> list[RenderableType]:
+    if content is None:
+        return []
+    rate = size(content["bytes"] / max(content["seconds"], 1e-9))
+    vouched, files = len(content["vouched"]), len(content["digests"])
+    lines = [f"read {size(content['bytes'])} in {content['seconds']:.1f} s ({rate}/s), {content['matrices']} matrices"]
+    lines.append(
+        f"{vouched} of {files} files have the digest that was published" if vouched else "no digest was published"
+    )
+    conversion = content["conversion"]
+    if conversion["blocks"]:
+        lines.append(f"{conversion['lossy_blocks']} of {conversion['blocks']} MXFP4 blocks change in FP8 (128x128)")
+    return [Text("\n".join(lines)), Text()]
 
 
 def _table(*headings: str, left: Sequence[str] = ()) -> Table:
@@ -122,9 +171,15 @@ def _alike(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, Mapping[s
     return found
 
 
-def _problems(problems: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+def _problems(inspection: Mapping[str, Any]) -> list[RenderableType]:
+    problems = inspection["problems"]
     if not problems:
-        return [Text("no problem found in headers, index and configuration", style="green")]
+        where = (
+            "headers, index, configuration and content"
+            if "content" in inspection
+            else "headers, index and configuration"
+        )
+        return [Text(f"no problem found in {where}", style="green")]
     lines: list[RenderableType] = []
     shown: Counter[str] = Counter()
     for problem in problems:

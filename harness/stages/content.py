@@ -10,8 +10,6 @@ from harness.types import Measurement, Run
 
 NAME = "load"
 CONTENT_METRICS = ("content_problems", "content_suspicions", "unconvertible_blocks")
-UNLIKELY = frozenset({"all_zero", "zero_scale", "negative_scale", "wild_scale"})
-"""Kinds of problem that a right checkpoint may have: an unused gate, a block of zeros. They are suspicions."""
 
 
 def content_of(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
@@ -34,7 +32,7 @@ def content_of(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
 
 def _found(run: Run, facts: Mapping[str, Any]) -> Iterator[Measurement]:
     for p in facts["problems"]:
-        metric = "content_suspicions" if p["kind"] in UNLIKELY else "content_problems"
+        metric = "content_suspicions" if p["severity"] != "error" else "content_problems"
         place = f" in {p['file']}" if p["file"] else ""
         message = f"{p['name'] or 'checkpoint'}{place}: expected {p['expected']}, found {p['found']}"
         yield measured(

@@ -142,3 +142,24 @@ def test_the_command(tmp_path, capsys):
     assert "model.layers.2.self_attn.o_proj.weight" in capsys.readouterr().out
     assert run(["inspect", str(tmp_path)]) == 4
     assert run(["inspect", str(tmp_path / "nowhere")]) == 4
+
+
+def test_the_content_is_read_where_that_is_asked_for(tmp_path, capsys):
+    """With --content a NaN and a file that is not the published one are problems; headers alone say nothing of them."""
+    weights = tensors()
+    weights["model.layers.1.mlp.up_proj.weight"][2, 3] = float("nan")
+    folder = write(tmp_path / "ck", weights, config=CONFIG)
+    (folder / "SHA256SUMS").write_text(f"{'0' * 64}  model-00001-of-00001.safetensors\n")
+    assert run(["inspect", str(folder)]) == 0
+    capsys.readouterr()
+    state = tmp_path / "state.jsonl"
+    for _ in range(2):  # the second time from what was kept
+        found = tmp_path / "found.json"
+        assert run(["inspect", str(folder), "--content", "--resume", str(state), "--json", str(found)]) == 1
+        problems = json.loads(found.read_text())["problems"]
+        assert {p["kind"] for p in problems if p["severity"] == "error"} == {"digest", "nonfinite"}
+        assert "model.layers.1.mlp.up_proj.weight" in {p["tensor"] for p in problems}
+    told = capsys.readouterr()
+    assert "[2, 3]" in told.out
+    assert "about" in told.err
+    assert state.is_file()

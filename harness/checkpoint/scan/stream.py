@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,6 +27,11 @@ from harness.checkpoint.scan.pieces import MX_FOUR_BIT, Piece, Pieces
 from harness.checkpoint.scan.statistics import Profile, Statistics
 from harness.errors import CheckpointError
 from harness.types import as_json, digest_of, from_json
+
+UNLIKELY = frozenset({"all_zero", "zero_scale", "negative_scale", "wild_scale"})
+"""Kinds that a right checkpoint may show: an unused gate, a block of zeros. They are warnings."""
+SAMPLE_BYTES = 1 << 26
+"""Bytes of the weight that a pass is timed on before it starts, at most."""
 
 Progress = Callable[[int], None]
 """Told how many bytes were read since it was last called; from several threads."""
@@ -97,6 +103,34 @@ def scan(
 def scan_bytes(checkpoint: Checkpoint) -> int:
     """Return how many bytes a whole pass reads."""
     return sum(h.file_bytes for h in checkpoint.headers.values())
+
+
+def expected_seconds(checkpoint: Checkpoint, *, values: bool = True) -> float:
+    """Return how long a whole pass should take: the time of one weight, for all bytes, over all processors.
+
+    The weight is the largest of a moderate size, stored as most of the bytes are.
+    """
+    roles = {part: (x, role) for x in logical_tensors(checkpoint) for role, part in x.parts.items()}
+    by_format: dict[str, list[TensorRef]] = {}
+    for name, ref in checkpoint.tensors.items():
+        logical, role = roles.get(name, (None, ""))
+        if logical is not None and role == "weight" and 0 < ref.nbytes <= SAMPLE_BYTES:
+            by_format.setdefault(logical.format, []).append(ref)
+    if not by_format:
+        return 0.0
+    most = max(by_format.values(), key=lambda refs: sum(r.nbytes for r in refs))
+    ref = max(most, key=lambda r: r.nbytes)
+    job = _Job(checkpoint=checkpoint, roles=roles, algorithms=("blake2b",), values=values, progress=lambda _: None)
+    try:
+        with (checkpoint.path / ref.file).open("rb", buffering=0) as stream:
+            stream.seek(ref.begin)
+            begin = time.perf_counter()
+            _tensor(job, ref, stream, _Digests(job.algorithms, 1), [], [], [])
+            took = time.perf_counter() - begin
+    except (OSError, _Short):
+        return 0.0
+    workers = min(len(checkpoint.headers), os.cpu_count() or 1)
+    return took / ref.nbytes * scan_bytes(checkpoint) / workers
 
 
 # --- what is already known ---
@@ -250,7 +284,10 @@ class _Body:
 
 
 def _told(ref: TensorRef, kind: str, expected: str, found: str) -> Problem:
-    return Problem(kind=kind, name=ref.name, file=ref.file, expected=expected, found=found)
+    return Problem(
+        kind=kind, name=ref.name, file=ref.file, expected=expected, found=found, offset=ref.begin,
+        severity="warning" if kind in UNLIKELY else "error",
+    )  # fmt: skip
 
 
 def _read(stream: BinaryIO, count: int) -> bytearray:
