@@ -22,7 +22,8 @@ from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.content import Pending, explain
 from harness.checkpoint.formats import Logical, decode, logical_tensors
 from harness.checkpoint.near import Near, beyond_a_step
-from harness.checkpoint.values import Difference, difference, nonfinite, pattern_of, rounded_digests
+from harness.checkpoint.paired import pairs
+from harness.checkpoint.values import UNRELATED, Difference, difference, nonfinite, pattern_of, rounded_digests
 from harness.errors import CheckpointError
 from harness.precision.scheme import Precision
 
@@ -38,8 +39,9 @@ class WeightFact:
     `match`: named (compared with `source`), raw (stored bytes as they are), content (made of checkpoint rows), derived
     (a buffer that is computed) or none. `mismatches` are elements that differ from the named tensor; `unmatched` those
     that come from no checkpoint row either, `pattern` what they look like. `order` is where the rows come from, as
-    JSON; `regular` says whether sources are whole and numbered ascending, `ascending` the latter alone. `narrowed`:
-    stored in float32 as an exception, held narrower.
+    JSON; `regular` says whether sources are whole and numbered ascending, `ascending` the latter alone. `due` is the
+    tensor that an unfilled weight should have come from, as far as that is clear. `narrowed`: stored in float32 as an
+    exception, held narrower.
     """
 
     name: str
@@ -61,6 +63,7 @@ class WeightFact:
     padding_rows: int = 0
     ambiguous_rows: int = 0
     order: str = ""
+    due: str = ""
     regular: bool = True
     ascending: bool = True
     narrowed: bool = False
@@ -114,6 +117,7 @@ def audit_weights(
     for weight in weights:
         _take(audit, weight)
     partial = _explain_pending(audit)
+    _pair_the_rest(audit)
     return _summary(audit, partial, tied=tied, dtype=str(dtype).removeprefix("torch."))
 
 
@@ -279,6 +283,37 @@ def _explain_pending(audit: _Audit) -> dict[str, tuple[int, int]]:
         for n, (hit, rows) in found.hits.items()
         if hit < rows and n in audit.logicals and n not in damaged
     }
+
+
+def _pair_the_rest(audit: _Audit) -> None:
+    """Compare what no name and no content settled with the tensor that its siblings in other layers came from."""
+    pending = dict(audit.pending)
+    unfilled = {f.name: i for i, f in enumerate(audit.facts) if f.match == "none" and not f.source and i in pending}
+    unused = {
+        x.name: x.shape for x in audit.logicals.values() if x.name not in audit.used and x.name not in audit.errors
+    }  # fmt: skip
+    known = [(f.name, source) for f in audit.facts if (source := _only_source(f))]
+    for name, source in pairs({n: audit.facts[i].shape for n, i in unfilled.items()}, known, unused).items():
+        at = unfilled[name]
+        fact = dataclasses.replace(audit.facts[at], due=source)
+        held, expected = pending[at].small, decode(audit.checkpoint, audit.logicals[source], widen=False)
+        if held is not None and held.numel() == expected.numel():
+            held = held.reshape(expected.shape)
+            pattern = pattern_of(actual=held, expected=expected)
+            if not pattern.startswith(UNRELATED):
+                fact = dataclasses.replace(fact, match="named", source=source)
+                fact = _with_difference(fact, difference(actual=held, expected=expected), held)
+                audit.used.add(source)
+            fact = dataclasses.replace(fact, pattern=pattern)
+        audit.facts[at] = fact
+
+
+def _only_source(fact: WeightFact) -> str:
+    """Return the one tensor that a weight was filled from whole, or an empty string."""
+    if fact.match == "named" and not fact.mismatches:
+        return fact.source
+    sources = _order_sources(fact.order) if fact.match == "content" and not fact.unmatched else set()
+    return next(iter(sources)) if len(sources) == 1 else ""
 
 
 def _order_runs(order: str) -> list[list[Any]]:

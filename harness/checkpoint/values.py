@@ -18,6 +18,8 @@ _SORTED = 1 << 24
 """Elements up to which a wrong weight is worth a sort."""
 _ROUNDED = 0.99
 """Likeness of wrong values to the right ones above which they are the same, rounded: four bits reach 0.995."""
+UNRELATED = ("zeros", "the constant", "values unlike")
+"""How a pattern begins that says that nothing of the checkpoint is there."""
 _FEW = 16
 """Wrong elements below which they show no pattern."""
 

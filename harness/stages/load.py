@@ -146,7 +146,11 @@ def _weights(
     for order, weight in enumerate(weights):
         for m in _one_weight(run, weight, reference, order):
             found[m.metric].append(m)
-    for m in (*_unused(run, actual, reference, image=image), *_named(run, "untied_heads", actual["untied"], _UNTIED)):
+    due = {w["due"]: order for order, w in enumerate(weights) if w["due"]}
+    for m in (
+        *_unused(run, actual, reference, due, image=image),
+        *_named(run, "untied_heads", actual["untied"], _UNTIED),
+    ):
         found[m.metric].append(m)
     for name, message in actual["errors"].items():
         value = measured(NAME, run, "weight_mismatches", None, name, problem="error", detail={"message": message})
@@ -154,7 +158,7 @@ def _weights(
     for name in actual["unfilled"]:
         order = next((i for i, w in enumerate(weights) if w["name"] == name), 0)
         if not reference.vouches(weights[order]):
-            message = f"{name} {weights[order]['shape']} comes from no checkpoint tensor"
+            message = _unfilled_words(weights[order])
             value = measured(NAME, run, "unfilled_parameters", 1.0, name, order=order, detail={"message": message})
             found["unfilled_parameters"].append(value)
     found["undeclared_precision_share"].append(_precision(run, weights, declared=actual["dtype"], beside=beside))
@@ -373,15 +377,29 @@ def _sources(order: str) -> int:
     return len({r[0] for r in runs})
 
 
+def _unfilled_words(w: Mapping[str, Any]) -> str:
+    words = f"{w['name']} {w['shape']} comes from no checkpoint tensor"
+    if w["due"]:
+        words += f"; {w['due']} should fill it, and is used nowhere"
+    return words + (f"; memory holds {w['pattern']}" if w["pattern"] else "")
+
+
 def _unused(
-    run: Run, actual: Mapping[str, Any], reference: _Reference, *, image: bool
-) -> Iterator[Measurement]:  # fmt: skip
+    run: Run, actual: Mapping[str, Any], reference: _Reference, due: Mapping[str, int], *, image: bool
+) -> Iterator[Measurement]:
+    """Tell each unused tensor, after the parameter that it should have filled or, if that is not known, after all."""
+    last = len(actual["weights"]) + 1
     vision = [n for n, reason in actual["outside"].items() if reason == "vision" and image]
     for name in (*actual["unused"], *vision):
         message = f"{name} is in the checkpoint, and no weight in memory comes from it"
-        yield measured(NAME, run, "unused_tensors", 1.0, name, where={"part": "whole"}, detail={"message": message})
+        yield measured(
+            NAME, run, "unused_tensors", 1.0, name, order=due.get(name, last) + 1, where={"part": "whole"},
+            detail={"message": message},
+        )  # fmt: skip
     for name, (hit, rows) in actual["partial"].items():
         if reference.partial.get(name) == [hit, rows]:
             continue
         message = f"{rows - hit} of {rows} rows of {name} are nowhere in memory"
-        yield measured(NAME, run, "unused_tensors", 1.0, name, where={"part": "some rows"}, detail={"message": message})
+        yield measured(
+            NAME, run, "unused_tensors", 1.0, name, order=last, where={"part": "some rows"}, detail={"message": message}
+        )  # fmt: skip
