@@ -67,6 +67,24 @@ FORMATS = {
         },
         PACKED,
     ),
+    "int8_with_zero_points": (
+        {
+            "a.weight_packed": words(300, 24),
+            "a.weight_scale": normal(300, 3).abs().bfloat16(),
+            "a.weight_zero_point": words(75, 3),
+            "a.weight_shape": torch.tensor([300, 96]),
+        },
+        PACKED,
+    ),
+    "gptq": (
+        {
+            "a.qweight": words(12, 80),
+            "a.qzeros": words(3, 10),
+            "a.scales": normal(3, 80).abs().half(),
+            "a.g_idx": (torch.arange(96) // 32).to(torch.int32),
+        },
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+    ),
 }
 
 

@@ -45,6 +45,7 @@ class Pieces:
         self.ref = ref
         self.format = logical.format if logical is not None else ""
         self.block = _block(logical)
+        self.zeros_a_word = 32 // int(logical.options.get("bits") or 4) if logical is not None else 8
         row_axes = 2 if self.format == "mxfp4_blocks" else 1
         lead, rows = ref.shape[: -row_axes - 1], ref.shape[-row_axes - 1 :][:1]
         self.matrices, self.rows = math.prod(lead), (rows[0] if rows else 1)
@@ -54,6 +55,8 @@ class Pieces:
             self.matrices, self.rows = 1, math.prod((*lead, self.rows))
         count = self.matrices * self.rows
         self.row_bytes = ref.nbytes // count if count else 0
+        if self.row_bytes * count != ref.nbytes:  # elements of less than a byte, side by side
+            self.matrices, self.rows, self.row_bytes = 1, 1, ref.nbytes
         self.step = self._step(logical, by_rows)
 
     def _step(self, logical: Logical | None, by_rows: bool) -> int:
@@ -62,7 +65,9 @@ class Pieces:
             return max(1, PIECE_BYTES // max(1, self.row_bytes))
         if not by_rows:
             return max(1, self.rows)
-        aligned = {"fp8_block": self.block[0], "int4_packed": 8, "mxfp4": 128, "mxfp4_blocks": 128}.get(self.format, 1)
+        aligned = {"fp8_block": self.block[0], "int4_packed": self.zeros_a_word, "mxfp4": 128, "mxfp4_blocks": 128}.get(
+            self.format, 1
+        )
         elements = max(1, logical.numel // max(1, self.matrices * self.rows))
         return max(1, PIECE_ELEMENTS // elements // aligned) * aligned
 
@@ -93,7 +98,7 @@ class Pieces:
             return side
         if role == "global":
             return side.reshape(-1)[piece.matrix : piece.matrix + 1] if side.numel() == self.matrices else side
-        per = self.block[0] if self.format == "fp8_block" else 8 if role == "zero" else 1
+        per = self.block[0] if self.format == "fp8_block" else self.zeros_a_word if role == "zero" else 1
         expected = self.matrices * -(-self.rows // per)
         if side.numel() % expected:
             return side  # it does not fit, which decoding tells
