@@ -12,6 +12,9 @@ NEAR = 0.05
 ALL = 0.95
 """Part of the shares that must be near 0 or 1 for shares to be called left out."""
 
+LEAST, SIGMAS = 2e-3, 4.0
+"""Least deviation from 1 of an expert's factor, and how many robust standard errors it must be."""
+
 
 def shared_out(matrix: Matrix) -> Made:
     """The expected terms, some left out or each with another weight: one factor for each term, read off the sum.
@@ -46,15 +49,28 @@ def _readings(factor: Tensor, owner: Tensor) -> list[tuple[str, Tensor]]:
             f"the expected sum without {int(lost.sum())} of {lost.numel()} shares (of experts {named}), the first at "
         )
         found.append((f"{words}token {first}: tokens that an expert dropped", (~lost).double()))
-    by_expert = torch.ones(int(owner.max()) + 1, dtype=factor.dtype)
-    for expert in sorted(set(owner.flatten().tolist())):
-        by_expert[expert] = factor[owner == expert].median()
-    off = [int(e) for e in ((by_expert - 1).abs() > 1e-3).nonzero()[:, 0]]
-    if off:
+    by_expert = _by_expert(factor, owner)
+    off = [int(e) for e in (by_expert != 1).nonzero()[:, 0]]
+    if len(off) == 1:
+        words = f"the share of expert {off[0]} {float(by_expert[off[0]]):.4g} times its own: scaled"
+        found.append((words, by_expert[owner]))
+    elif off:
         shown = ", ".join(f"expert {e} {float(by_expert[e]):.4g} times" for e in off[:4])
         more = f" and {len(off) - 4} more" if len(off) > 4 else ""
         found.append((f"the shares of its experts by a factor of their own: {shown}{more}", by_expert[owner]))
     low, high = float(factor.min()), float(factor.max())
     words = f"the shares of the chosen experts with other weights ({low:.3g} to {high:.3g} times their own)"
     found.append((f"{words}: what weighs them, or the order in which weights meet experts", factor))
+    return found
+
+
+def _by_expert(factor: Tensor, owner: Tensor) -> Tensor:
+    """Return the median factor of each expert, [experts]; exactly 1 where its tokens do not tell it from 1."""
+    found = torch.ones(int(owner.max()) + 1, dtype=factor.dtype)
+    for expert in sorted(set(owner.flatten().tolist())):
+        mine = factor[owner == expert]
+        middle = mine.median()
+        spread = 1.4826 * (mine - middle).abs().median() / len(mine) ** 0.5
+        if abs(float(middle) - 1) > max(LEAST, SIGMAS * float(spread)):
+            found[expert] = middle
     return found
