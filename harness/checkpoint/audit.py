@@ -296,8 +296,9 @@ def _pair_the_rest(audit: _Audit) -> None:
     for name, source in pairs({n: audit.facts[i].shape for n, i in unfilled.items()}, known, unused).items():
         at = unfilled[name]
         fact = dataclasses.replace(audit.facts[at], due=source)
-        held, expected = pending[at].small, decode(audit.checkpoint, audit.logicals[source], widen=False)
-        if held is not None and held.numel() == expected.numel():
+        held, logical = pending[at].small, audit.logicals[source]
+        if held is not None and held.numel() == logical.numel:
+            expected = decode(audit.checkpoint, logical, widen=False)
             held = held.reshape(expected.shape)
             pattern = pattern_of(actual=held, expected=expected)
             if not pattern.startswith(UNRELATED):

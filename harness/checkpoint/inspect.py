@@ -18,7 +18,7 @@ from harness.checkpoint.header import Problem
 from harness.checkpoint.layout import Layout, Rank, cut_problems, plan_ranks
 from harness.checkpoint.parts import biggest, dtypes, formats, parts, slices
 from harness.checkpoint.problems import checkpoint_problems
-from harness.types import as_json
+from harness.types import as_json, from_json
 
 RUNTIME_BYTES = 1 << 30
 """Allowance on a card for a context, libraries and buffers of collectives."""
@@ -89,13 +89,7 @@ def _told(problem: Problem) -> dict[str, Any]:
 
 def _content_problems(content: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what a pass over the content found as problems; suspicions are notes: they prove nothing."""
-    found = [
-        {
-            "severity": p["severity"], "kind": p["kind"], "tensor": p["name"], "file": p["file"], "offset": p["offset"],
-            "message": f"expected {p['expected']}, found {p['found']}",
-        }
-        for p in content.get("problems", ())
-    ]  # fmt: skip
+    found = [_told(from_json(Problem, p)) for p in content.get("problems", ())]
     suspects = [
         {
             "severity": "note", "kind": f"suspicious_{s['kind']}", "tensor": s["name"], "file": s["file"],

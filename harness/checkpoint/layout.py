@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from harness import types
 from harness.checkpoint.cache import LayerCache
 from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.decoders import MX_BLOCK, NVFP4_BLOCK
@@ -34,13 +35,8 @@ _BY_HEAD = re.compile(r"(^|[._])(q|q_b|kv_b|query|o|out|wo)(_proj)?(\.weight|\.b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Degrees of tensor, expert, pipeline and sequence parallelism. Expert ranks are the tensor ranks, or more."""
-
-    tp: int = 1
-    ep: int = 1
-    pp: int = 1
-    sp: int = 1
+class Layout(types.Layout):
+    """A layout that can be planned: expert ranks are the tensor ranks, or more."""
 
     def __post_init__(self) -> None:
         """Refuse what is no layout.
@@ -52,18 +48,13 @@ class Layout:
             raise UsageError("expected degrees of at least 1 for --tp --ep --pp --sp")
         if self.tp % self.ep and self.ep % self.tp:
             raise UsageError(f"expected one of --tp {self.tp} and --ep {self.ep} to divide the other")
-        if self.ranks > MAX_RANKS:
-            raise UsageError(f"expected at most {MAX_RANKS} ranks, found {self.ranks}")
+        if self.world_size > MAX_RANKS:
+            raise UsageError(f"expected at most {MAX_RANKS} ranks, found {self.world_size}")
 
     @property
     def in_stage(self) -> int:
         """Ranks of one pipeline stage and one part of the sequence."""
         return max(self.tp, self.ep)
-
-    @property
-    def ranks(self) -> int:
-        """All ranks."""
-        return self.in_stage * self.pp * self.sp
 
 
 def runs(count: int, ranks: int) -> list[range]:

@@ -59,17 +59,14 @@ def coverage(stage: str, run: Run, oracle: Trace) -> list[Measurement]:
         scores_name = name + ".scores"
         if tap.kind not in DECISION_KINDS or name not in oracle.tensors or scores_name not in oracle.tensors:
             continue
-        ids, _ = as_choices(oracle.tensors[name], tap)
-        scores, _ = as_choices(oracle.tensors[scores_name], oracle.taps[scores_name])
-        if scores.shape[0] != ids.shape[0]:
+        made = _made(oracle, name)
+        if made is None:
             continue
-        sets, valid = as_sets(ids, candidates=scores.shape[1]), valid_candidates(scores)
+        chosen, valid = made
         if tap.kind == "routing":
-            n = int(scores.shape[1])
-            value = float(sets.member.any(dim=0).double().mean())
+            n, value = valid.shape[1], float(chosen.any(dim=0).double().mean())
         else:
-            n = int(scores.shape[0])
-            value = float((valid.sum(dim=1) > (sets.member & valid).sum(dim=1)).double().mean())
+            n, value = valid.shape[0], float(_dropped(chosen, valid).double().mean())
         found.append(
             measured(stage, run, "decision_coverage_share", value, subject=name, order=order, n=n, kind=tap.kind)
         )
@@ -139,18 +136,23 @@ def _selections(oracles: Sequence[Trace]) -> Iterator[tuple[str, bool]]:
             scores = trace.tensors.get(name + ".scores")
             if tap.kind != "selection" or name not in trace.tensors or scores is None:
                 continue
-            found[name] = found.get(name, False) or _dropped(trace, name) > 0
+            made = _made(trace, name)
+            found[name] = found.get(name, False) or (made is not None and bool(_dropped(*made).any()))
     yield from found.items()
 
 
-def _dropped(trace: Trace, name: str) -> int:
-    """Count the tokens whose selection left valid candidates out."""
+def _made(trace: Trace, name: str) -> tuple[Tensor, Tensor] | None:
+    """Return what a decision chose and what it could choose, [T, candidates]; None where its scores are of others."""
     ids, _ = as_choices(trace.tensors[name], trace.taps[name])
     scores, _ = as_choices(trace.tensors[name + ".scores"], trace.taps[name + ".scores"])
     if scores.shape[0] != ids.shape[0]:
-        return 0
-    chosen, valid = as_sets(ids, candidates=scores.shape[1]).member, valid_candidates(scores)
-    return int((valid.sum(dim=1) > (chosen & valid).sum(dim=1)).sum())
+        return None
+    return as_sets(ids, candidates=scores.shape[1]).member, valid_candidates(scores)
+
+
+def _dropped(chosen: Tensor, valid: Tensor) -> Tensor:
+    """Say for each token whether its choice left valid candidates out."""
+    return valid.sum(dim=1) > (chosen & valid).sum(dim=1)
 
 
 def _limits(oracles: Sequence[Trace], config: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:

@@ -30,13 +30,18 @@ def content_of(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
     return [m for metric in CONTENT_METRICS for m in found[metric]]
 
 
+def told(problem: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a problem of a checkpoint with its sentence: what, where, what was expected and what found."""
+    place = f" in {problem['file']}" if problem["file"] else ""
+    message = f"{problem['name'] or 'checkpoint'}{place}: expected {problem['expected']}, found {problem['found']}"
+    return {**problem, "message": message}
+
+
 def _found(run: Run, facts: Mapping[str, Any]) -> Iterator[Measurement]:
     for p in facts["problems"]:
         metric = "content_suspicions" if p["severity"] != "error" else "content_problems"
-        place = f" in {p['file']}" if p["file"] else ""
-        message = f"{p['name'] or 'checkpoint'}{place}: expected {p['expected']}, found {p['found']}"
         yield measured(
-            NAME, run, metric, 1.0, p["name"] or p["file"], where={"kind": p["kind"]}, detail={**p, "message": message}
+            NAME, run, metric, 1.0, p["name"] or p["file"], where={"kind": p["kind"]}, detail=told(p)
         )  # fmt: skip
     for s in facts["suspicions"]:
         yield measured(NAME, run, "content_suspicions", 1.0, s["name"], where={"kind": s["kind"]}, detail=dict(s))

@@ -18,7 +18,7 @@ from harness.checkpoint import checkpoint_facts
 from harness.metrics.memory import peak_over_plan
 from harness.precision.scheme import Precision, parse_precision
 from harness.stages import StageContext, StageView, loss, measured
-from harness.stages.content import CONTENT_METRICS, content_of
+from harness.stages.content import CONTENT_METRICS, content_of, told
 from harness.types import Failure, Measurement, Run, Trace
 
 NAME = "load"
@@ -103,17 +103,11 @@ def _headers(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
         ("undecodable_tensors", facts.get("undecodable", ())),
     ):
         found = [
-            measured(NAME, run, metric, 1.0, p["name"] or p["file"], where={"kind": p["kind"]}, detail=_told(p))
+            measured(NAME, run, metric, 1.0, p["name"] or p["file"], where={"kind": p["kind"]}, detail=told(p))
             for p in problems
         ]
         result += _or_none_found(run, metric, found, max(1, facts["tensors"]))
     return result
-
-
-def _told(problem: Mapping[str, Any]) -> dict[str, Any]:
-    place = f" in {problem['file']}" if problem["file"] else ""
-    message = f"{problem['name'] or 'checkpoint'}{place}: expected {problem['expected']}, found {problem['found']}"
-    return {**problem, "message": message}
 
 
 def _memory(run: Run, trace: Trace) -> Measurement:

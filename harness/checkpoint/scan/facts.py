@@ -39,7 +39,8 @@ def content_facts(
     """
     known = published(checkpoint.path, checkpoint.headers, manifest)
     own = "blake3" if find_spec("blake3") is not None else "blake2b"
-    algorithms = sorted({own, *(name for digests in known.values() for name in digests)} - _missing(own))
+    asked = {own, *(name for digests in known.values() for name in digests)}
+    algorithms = sorted(asked if own == "blake3" else asked - {"blake3"})
     begin = time.perf_counter()
     progress = Telling(scan_bytes(checkpoint), told)
     shards = list(scan(checkpoint, algorithms=algorithms, values=values, state=state, progress=progress))
@@ -56,10 +57,6 @@ def content_facts(
         "bytes": scan_bytes(checkpoint),
         "seconds": time.perf_counter() - begin,
     }
-
-
-def _missing(own: str) -> set[str]:
-    return set() if own == "blake3" else {"blake3"}
 
 
 class Telling:

@@ -79,7 +79,7 @@ def scan(
     `state` is a file of finished shards (JSON lines): those that did not change since are taken from it, and each new
     one is added as soon as it is done.
     """
-    roles = {part: (x, role) for x in logical_tensors(checkpoint) for role, part in x.parts.items()}
+    roles = _roles(checkpoint)
     job = _Job(
         checkpoint=checkpoint, roles=roles, algorithms=tuple(algorithms), values=values, progress=progress
     )  # fmt: skip
@@ -105,12 +105,17 @@ def scan_bytes(checkpoint: Checkpoint) -> int:
     return sum(h.file_bytes for h in checkpoint.headers.values())
 
 
+def _roles(checkpoint: Checkpoint) -> dict[str, tuple[Logical, str]]:
+    """Return the weight and the role of each stored tensor."""
+    return {part: (x, role) for x in logical_tensors(checkpoint) for role, part in x.parts.items()}
+
+
 def expected_seconds(checkpoint: Checkpoint, *, values: bool = True) -> float:
     """Return how long a whole pass should take: the time of one weight, for all bytes, over all processors.
 
     The weight is the largest of a moderate size, stored as most of the bytes are.
     """
-    roles = {part: (x, role) for x in logical_tensors(checkpoint) for role, part in x.parts.items()}
+    roles = _roles(checkpoint)
     by_format: dict[str, list[TensorRef]] = {}
     for name, ref in checkpoint.tensors.items():
         logical, role = roles.get(name, (None, ""))
