@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from harness.plan import (
     refused,
     widest_port,
 )
-from harness.record import Session
+from harness.record import Session, close_all
 from harness.report.render import render
 from harness.report.results import Results, build_results
 from harness.report.terminal import Display
@@ -45,8 +46,7 @@ def verify(config: Config, display: Display, *, command: str = "") -> Results:
         campaign.check_goldens()
         stages = campaign.all()
     finally:
-        for session in sessions.values():
-            session.close()
+        close_all(sessions.values())
     reasons = _unmet(config, plan, stages)
     results = build_results(
         stages,
@@ -102,8 +102,7 @@ def dry_run(config: Config) -> list[dict[str, Any]]:
     try:
         plan = _described_plan(config, checkpoint, sessions, carried)
     finally:
-        for session in sessions.values():
-            session.close()
+        close_all(sessions.values())
     schedule = schedule_of(plan, out)
     job_of = {job.folder: job for job in reversed(schedule.jobs)}
     stage_of = {run.id: run.stage for run in plan.runs(*STAGES)}
@@ -139,8 +138,7 @@ def record(config: Config, out: Path, display: Display) -> tuple[int, list[str]]
         write_requests(campaign.plan, out / "requests.json")
         return count, campaign.lost_goldens()
     finally:
-        for session in sessions.values():
-            session.close()
+        close_all(sessions.values())
 
 
 def _described_plan(
@@ -153,8 +151,10 @@ def _described_plan(
 ) -> Plan:
     setups = make_setups(config)
     described: dict[str, Mapping[str, Any]] = {}
-    answer, stand_in = reference_or_why(config, sessions["reference"], setups, carried)
-    port = refused(sessions["accel"].describe(setups["accel"]), "accel")
+    with ThreadPoolExecutor(1) as pool:  # both sides import what they need at once; the reference is told first
+        asked = pool.submit(sessions["accel"].describe, setups["accel"])
+        answer, stand_in = reference_or_why(config, sessions["reference"], setups, carried)
+        port = refused(asked.result(), "accel")
     chosen = None
     if stand_in:
         try:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,14 +106,18 @@ class Session:
         """Say whether the worker process runs."""
         return self._process is not None and self._process.poll() is None
 
+    def hang_up(self) -> None:
+        """Tell the worker that no request follows, without waiting for its end."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._process.stdin.close()
+
     def close(self) -> None:
         """End the worker."""
+        self.hang_up()
         process, self._process, self._opened = self._process, None, None
         if process is None:
             return
-        with contextlib.suppress(OSError, ValueError):
-            assert process.stdin is not None
-            process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)
         _kill(process)
@@ -217,6 +221,15 @@ class Session:
             return (self.folder / "log.txt").read_text(errors="replace")[-8000:]
         except OSError:
             return ""
+
+
+def close_all(sessions: Iterable[Session]) -> None:
+    """End several workers, which put their things away at the same time."""
+    ending = list(sessions)
+    for session in ending:
+        session.hang_up()
+    for session in ending:
+        session.close()
 
 
 def _with_place(message: str, stack: str) -> str:
