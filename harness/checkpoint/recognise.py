@@ -29,7 +29,7 @@ _ORPHANS = (
     "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_shape", ".weight_zero_point",
     ".qzeros", ".g_idx",
 )  # fmt: skip
-_BESIDE = ("input_scale", "input_global_scale", "input_amax", "weight_g_idx")
+_BESIDE = ("input_scale", "input_global_scale", "input_amax", "weight_g_idx", "qscale_act")
 _ROWS = (64, 128, 256, 512)
 """Sizes of blocks that are looked for where a grid does not fit the configured one."""
 

@@ -16,6 +16,8 @@ from torch import Tensor
 SEAM_ROWS = 1024
 """Rows looked at for seams where each row has scales of its own: enough to tell, and little to compute."""
 FEWEST_CELLS = 24
+LEAST_COLUMN = 1e-3
+"""Share of the mean column's energy that a column counts as having at least."""
 STRETCHES, FEWEST_ROWS = 16, 8
 """Stretches of rows whose columns are compared, and the fewest rows of one."""
 
@@ -120,7 +122,9 @@ def _likeness(stretches: list[Tensor]) -> tuple[float, float, int]:
     others = energy.sum(dim=0, keepdim=True) - energy
     if not bool((others > 0).all()):
         return 0.0, 0.0, 0
-    mine, theirs = (x.clamp(min=1e-300).log() for x in (energy, others))
+    # A column may round to zero in all rows of a stretch: its log must not outweigh all others.
+    least = [(x.mean(dim=1, keepdim=True) * LEAST_COLUMN).clamp(min=1e-300) for x in (energy, others)]
+    mine, theirs = (x.maximum(low).log() for x, low in zip((energy, others), least, strict=True))
     mine, theirs = (x - x.mean(dim=1, keepdim=True) for x in (mine, theirs))
     alike = (mine * theirs).sum(dim=1) / (mine.norm(dim=1) * theirs.norm(dim=1)).clamp(min=1e-300)
     return float(alike.median()), float(alike.min()), int(alike.argmin())
