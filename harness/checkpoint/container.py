@@ -19,6 +19,7 @@ from torch import Tensor
 from harness.checkpoint.bulk import many_records
 from harness.checkpoint.folder import Contents, read_folder, read_json, read_single
 from harness.checkpoint.header import Header, Problem, TensorRef, dtype_bits, torch_dtype
+from harness.checkpoint.room import room
 from harness.errors import CheckpointError, nearest
 
 CONFIG = "config.json"
@@ -56,10 +57,10 @@ class Checkpoint:
             raise CheckpointError(
                 f"expected a tensor {name!r} in {self.path}{nearest(name, list(self.tensors)[:2000])}"
             )
-        buffer = bytearray(ref.nbytes)
+        buffer = room((ref.nbytes,), torch.uint8)
         with (self.path / ref.file).open("rb") as stream:
             stream.seek(ref.begin)
-            read = stream.readinto(buffer)
+            read = stream.readinto(memoryview(buffer.numpy()))
         if read != ref.nbytes:
             raise CheckpointError(
                 f"expected {ref.nbytes} bytes of {name!r} at byte {ref.begin} of {ref.file}, found {read}: the shard "
@@ -68,9 +69,7 @@ class Checkpoint:
         dtype, shape = torch_dtype(ref.dtype), ref.shape
         if dtype_bits(ref.dtype) < 8:
             shape = (*shape[:-1], ref.nbytes // max(1, _product(shape[:-1])))
-        if not buffer:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).reshape(shape)
+        return buffer.view(dtype).reshape(shape) if ref.nbytes else torch.empty(shape, dtype=dtype)
 
     @property
     def digest(self) -> str:

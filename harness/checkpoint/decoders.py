@@ -2,8 +2,9 @@
 
 Written from the format descriptions, not from any engine's loader, so that an engine and its copy cannot agree on
 a mistake. A code times a scale is one float32 rounding at most. A scale that does not fit is an error, never a guess.
-Two bytes at a time are looked up in tables of bfloat16, which holds every value of these formats exactly, strip by
-strip so that a strip stays in the cache until its scales are multiplied in.
+Bytes are looked up in tables of 256 entries (of two values where a byte holds two), straight into the result, strip by
+strip so that a strip stays in the cache until its scales are multiplied in. `out` takes the result into memory that is
+there already: the first touch of new memory costs more than decoding into it.
 
 Sources: OCP Microscaling Formats (MX) 1.0, sections 5.3 (E2M1, E8M0) and 6.3; OCP 8-bit floating point 1.0; the FNUZ
 dialect of 8-bit floats (bias one more, no infinities, byte 0x80 the only NaN); the compressed-tensors
@@ -19,6 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from harness.checkpoint.room import room
 from harness.errors import CheckpointError
 
 MX_BLOCK = 32
@@ -74,27 +76,21 @@ def float8_value(code: int, dtype: torch.dtype) -> float:
 
 
 @cache
-def _pairs_of_float8(dtype: torch.dtype) -> Tensor:
-    """Return for each two bytes, read as a little-endian word, their two values in bfloat16 as one int32."""
-    values = torch.tensor([float8_value(code, dtype) for code in range(256)]).to(torch.bfloat16)
-    words = torch.arange(1 << 16)
-    return torch.stack((values[words & 0xFF], values[words >> 8]), dim=-1).contiguous().view(torch.int32).flatten()
+def _float8_table(dtype: torch.dtype) -> Tensor:
+    """Return the value of each byte."""
+    return torch.tensor([float8_value(code, dtype) for code in range(256)])
 
 
 @cache
-def _quads_of_e2m1() -> Tensor:
-    """Return for each two bytes, read as a little-endian word, their four values in bfloat16 as one int64."""
-    words, values = torch.arange(1 << 16), E2M1.to(torch.bfloat16)
-    quads = torch.stack([values[(words >> shift) & 0xF] for shift in (0, 4, 8, 12)], dim=-1)
-    return quads.contiguous().view(torch.int64).flatten()
+def nibble_table(values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    """Return for each byte the values of its low and its high nibble, side by side in one integer as wide as both."""
+    byte, value = torch.arange(256), torch.tensor(values).to(dtype)
+    word = torch.int64 if dtype is torch.float32 else torch.int32
+    return torch.stack((value[byte & 0xF], value[byte >> 4]), dim=-1).contiguous().view(word).flatten()
 
 
-def _look_up(raw: Tensor, table: Tensor) -> Tensor:
-    """Look up a flat run of bytes two at a time. Returns bfloat16 values."""
-    if raw.numel() % 2 or raw.storage_offset() % 2:
-        raw = torch.cat((raw, raw.new_zeros(raw.numel() % 2)))
-    words = raw.view(torch.int16).int().bitwise_and_(0xFFFF)
-    return table.index_select(0, words).view(torch.bfloat16)
+def _e2m1_table(dtype: torch.dtype) -> Tensor:
+    return nibble_table(tuple(E2M1.tolist()), dtype)
 
 
 def _rows(value: Tensor) -> Tensor:
@@ -103,20 +99,40 @@ def _rows(value: Tensor) -> Tensor:
     return value.reshape(value.numel() // max(1, last), last)
 
 
-def _by_strips(
-    raw: Tensor, table: Tensor, shape: tuple[int, ...], multiply: Callable[[Tensor, int, int], None], dtype: torch.dtype
+def by_strips(
+    raw: Tensor,
+    table: Tensor,
+    shape: tuple[int, ...],
+    multiply: Callable[[Tensor, int, int], None],
+    dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Decode bytes [..., n] to `shape`, letting `multiply(strip, start, stop)` scale rows [start, stop) in place."""
-    result = torch.empty(shape, dtype=dtype)
+    """Decode bytes [..., n] to `shape`, letting `multiply(strip, start, stop)` scale rows [start, stop) in place.
+
+    `table` has one entry for each byte: as many values as there are columns for a byte.
+    """
+    result = _place(out, shape, dtype)
     if not result.numel():
         return result
     rows, raw = _rows(result), _rows(as_bytes(raw))
     step = max(1, _STRIP_ELEMENTS // shape[-1])
+    index = torch.empty(min(step, len(rows)) * raw.shape[1], dtype=torch.int32)
     for start in range(0, len(rows), step):
         strip, codes = rows[start : start + step], raw[start : start + step]
-        strip.copy_(_look_up(codes.flatten(), table)[: strip.numel()].view(strip.shape))
+        here = index[: codes.numel()]
+        here.view(codes.shape).copy_(codes)
+        torch.index_select(table, 0, here, out=strip.view(table.dtype).flatten())
         multiply(strip, start, start + len(strip))
     return result
+
+
+def _place(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory for a result: the given one where it is of that type, large enough and not strided."""
+    count = torch.Size(shape).numel()
+    usable = out is not None and out.dtype is dtype and out.is_contiguous() and not out.storage_offset() % 2
+    if out is None or not usable or out.numel() < count:
+        return room(shape, dtype)
+    return out.flatten()[:count].view(shape)
 
 
 def _by_groups(strip: Tensor, scale: Tensor, group: int) -> None:
@@ -131,7 +147,7 @@ def _by_groups(strip: Tensor, scale: Tensor, group: int) -> None:
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """Unpack two 4-bit codes a byte, the low nibble first. [..., n] uint8 or int8 -> [..., 2n] float32."""
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
-    return _by_strips(packed, _quads_of_e2m1(), shape, lambda strip, start, stop: None, torch.float32)
+    return by_strips(packed, _e2m1_table(torch.float32), shape, lambda strip, start, stop: None)
 
 
 def expect_shape(shape: tuple[int, ...], found: Tensor, what: str) -> None:
@@ -152,15 +168,17 @@ def ceil_div(size: int, block: int) -> int:
     return -(-size // block)
 
 
-def _float8(weight: Tensor, multiply: Callable[[Tensor, int, int], None]) -> Tensor:
+def _float8(weight: Tensor, multiply: Callable[[Tensor, int, int], None], out: Tensor | None) -> Tensor:
     if weight.dtype in _FLOAT8:
-        return _by_strips(weight, _pairs_of_float8(weight.dtype), tuple(weight.shape), multiply, torch.float32)
-    result = weight.to(torch.float32)
+        return by_strips(weight, _float8_table(weight.dtype), tuple(weight.shape), multiply, out=out)
+    result = _place(out, tuple(weight.shape), torch.float32).copy_(weight)
     multiply(_rows(result), 0, len(_rows(result)))
     return result
 
 
-def decode_fp8_block(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+def decode_fp8_block(
+    weight: Tensor, scale: Tensor, block: tuple[int, int], *, out: Tensor | None = None
+) -> Tensor:
     """Multiply an FP8 matrix by its grid of block scales; edge blocks are partial.
 
     Shapes: weight [..., O, I], scale [..., ceil(O / block[0]), ceil(I / block[1])] (float, or E8M0 bytes).
@@ -178,10 +196,10 @@ def decode_fp8_block(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> T
             _by_groups(strip[: until - start], grid[at : at + 1], block[1])
             strip, start = strip[until - start :], until
 
-    return _float8(weight, _by_rows(grid, block[1]) if block[0] == 1 else multiply)
+    return _float8(weight, by_rows(grid, block[1]) if block[0] == 1 else multiply, out)
 
 
-def _by_rows(scale: Tensor, group: int) -> Callable[[Tensor, int, int], None]:
+def by_rows(scale: Tensor, group: int) -> Callable[[Tensor, int, int], None]:
     """Return what multiplies a strip by row-wise scales [rows, groups]."""
     return lambda strip, start, stop: _by_groups(strip, scale[start:stop], group)
 
@@ -190,14 +208,14 @@ def _times(strip: Tensor, factor: Tensor) -> None:
     strip.mul_(factor)
 
 
-def decode_fp8_channel(weight: Tensor, scale: Tensor) -> Tensor:
+def decode_fp8_channel(weight: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Multiply an FP8 tensor by one scale, by one for each row, or by one for each matrix of a stack.
 
     Shapes: weight [..., O, I]; scale [], [1], [..., O], [..., O, 1], or [...] and [..., 1, 1] for a stack of matrices.
     """
     scale = scale.to(torch.float32)
     if scale.numel() == 1:
-        return _float8(weight, lambda strip, start, stop: _times(strip, scale.reshape(())))
+        return _float8(weight, lambda strip, start, stop: _times(strip, scale.reshape(())), out)
     if weight.dim() >= 3 and tuple(scale.shape) == tuple(weight.shape[:-2]):
         scale = scale[..., None, None]
     elif scale.dim() == weight.dim() - 1:
@@ -205,15 +223,17 @@ def decode_fp8_channel(weight: Tensor, scale: Tensor) -> Tensor:
     if weight.dim() < 3 or tuple(scale.shape) != (*weight.shape[:-2], 1, 1):
         expect_shape((*weight.shape[:-1], 1), scale, "one scale for each row")
     by_row = scale.expand(*weight.shape[:-1], 1).reshape(-1, 1)
-    return _float8(weight, lambda strip, start, stop: _times(strip, by_row[start:stop]))
+    return _float8(weight, lambda strip, start, stop: _times(strip, by_row[start:stop]), out)
 
 
-def decode_mxfp8(weight: Tensor, scale: Tensor) -> Tensor:
+def decode_mxfp8(weight: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Multiply FP8 elements by one E8M0 scale for each 32 along the input. scale [..., O, ceil(I / 32)]."""
-    return decode_fp8_block(weight, as_bytes(scale), (1, MX_BLOCK))
+    return decode_fp8_block(weight, as_bytes(scale), (1, MX_BLOCK), out=out)
 
 
-def decode_mxfp4(packed: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def decode_mxfp4(
+    packed: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
     """Decode E2M1 codes with one E8M0 scale for each 32 along the input; bfloat16 holds the values exactly too.
 
     Shapes: packed [..., O, I / 2] bytes, scale [..., O, I / 32] bytes -> [..., O, I].
@@ -222,17 +242,19 @@ def decode_mxfp4(packed: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.fl
     blocks = ceil_div(shape[-1], MX_BLOCK)
     expect_shape((*shape[:-1], blocks), scale, "one scale byte for each 32 elements")
     factors = _rows(decode_e8m0(scale)).to(dtype)
-    return _by_strips(packed, _quads_of_e2m1(), shape, _by_rows(factors, MX_BLOCK), dtype)
+    return by_strips(packed, _e2m1_table(dtype), shape, by_rows(factors, MX_BLOCK), dtype, out)
 
 
-def decode_mxfp4_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
+def decode_mxfp4_blocks(blocks: Tensor, scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Decode the gpt-oss layout. blocks [..., out, in / 32, 16], scales [..., out, in / 32] -> [..., out, in]."""
     if blocks.shape[-1] != MX_BLOCK // 2:
         raise CheckpointError(f"expected blocks of {MX_BLOCK // 2} bytes, found {list(blocks.shape)}")
-    return decode_mxfp4(blocks.flatten(-2), scales)
+    return decode_mxfp4(blocks.flatten(-2), scales, out=out)
 
 
-def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, *, divisor: bool) -> Tensor:
+def decode_nvfp4(
+    packed: Tensor, scale: Tensor, global_scale: Tensor, *, divisor: bool, out: Tensor | None = None
+) -> Tensor:
     """Decode E2M1 codes with an FP8 scale for each 16 along the input and one float32 scale for the whole.
 
     Shapes: packed [..., O, I / 2] bytes, scale [..., O, I / 16] F8_E4M3, global_scale of one element, or one a matrix.
@@ -245,4 +267,4 @@ def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, *, divisor
     overall = overall.reshape(()) if overall.numel() == 1 else overall.reshape(*shape[:-2], 1, 1)
     local = scale.to(torch.float32)
     local = _rows(local / overall if divisor else local * overall)
-    return _by_strips(packed, _quads_of_e2m1(), shape, _by_rows(local, NVFP4_BLOCK), torch.float32)
+    return by_strips(packed, _e2m1_table(torch.float32), shape, by_rows(local, NVFP4_BLOCK), out=out)
