@@ -60,7 +60,7 @@ class Checkpoint:
         buffer = room((ref.nbytes,), torch.uint8)
         with (self.path / ref.file).open("rb") as stream:
             stream.seek(ref.begin)
-            read = stream.readinto(memoryview(buffer.numpy()))
+            read = stream.readinto(buffer.numpy().data)
         if read != ref.nbytes:
             raise CheckpointError(
                 f"expected {ref.nbytes} bytes of {name!r} at byte {ref.begin} of {ref.file}, found {read}: the shard "

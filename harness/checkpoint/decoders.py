@@ -78,19 +78,29 @@ def float8_value(code: int, dtype: torch.dtype) -> float:
 @cache
 def _float8_table(dtype: torch.dtype) -> Tensor:
     """Return the value of each byte."""
-    return torch.tensor([float8_value(code, dtype) for code in range(256)])
+    return byte_table(tuple(float8_value(code, dtype) for code in range(256)))
 
 
 @cache
-def nibble_table(values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-    """Return for each byte the values of its low and its high nibble, side by side in one integer as wide as both."""
+def byte_table(values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return for each byte the values of its fields, the lowest first, side by side in one word as wide as all of them.
+
+    `values` of each code: 4, 16 or 256 of them, for fields of 2, 4 or 8 bits.
+    """
+    bits = (len(values) - 1).bit_length()
     byte, value = torch.arange(256), torch.tensor(values).to(dtype)
-    word = torch.int64 if dtype is torch.float32 else torch.int32
-    return torch.stack((value[byte & 0xF], value[byte >> 4]), dim=-1).contiguous().view(word).flatten()
+    fields = torch.stack([value[(byte >> shift) & (len(values) - 1)] for shift in range(0, 8, bits)], dim=-1)
+    word = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[fields.shape[1] * dtype.itemsize]
+    return fields.contiguous().view(word).flatten()
 
 
 def _e2m1_table(dtype: torch.dtype) -> Tensor:
-    return nibble_table(tuple(E2M1.tolist()), dtype)
+    return byte_table(tuple(E2M1.tolist()), dtype)
+
+
+def widened(value: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return values as float32."""
+    return _place(out, tuple(value.shape), torch.float32).copy_(value)
 
 
 def _rows(value: Tensor) -> Tensor:
@@ -135,13 +145,13 @@ def _place(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Te
     return out.flatten()[:count].view(shape)
 
 
-def _by_groups(strip: Tensor, scale: Tensor, group: int) -> None:
-    """Multiply, in place, each `group` columns by one factor. strip [R, C], scale [R or 1, ceil(C / group)]."""
+def by_groups(strip: Tensor, value: Tensor, group: int, work: Callable[[Tensor, Tensor], Tensor] = Tensor.mul_) -> None:
+    """Multiply, in place, each `group` columns by one factor. strip [R, C], value [R or 1, ceil(C / group)]."""
     whole = strip.shape[1] // group
     if whole:
-        strip[:, : whole * group].view(len(strip), whole, group).mul_(scale[:, :whole, None])
+        work(strip[:, : whole * group].view(len(strip), whole, group), value[:, :whole, None])
     if whole * group < strip.shape[1]:
-        strip[:, whole * group :].mul_(scale[:, whole:])
+        work(strip[:, whole * group :], value[:, whole:])
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
@@ -171,14 +181,12 @@ def ceil_div(size: int, block: int) -> int:
 def _float8(weight: Tensor, multiply: Callable[[Tensor, int, int], None], out: Tensor | None) -> Tensor:
     if weight.dtype in _FLOAT8:
         return by_strips(weight, _float8_table(weight.dtype), tuple(weight.shape), multiply, out=out)
-    result = _place(out, tuple(weight.shape), torch.float32).copy_(weight)
+    result = widened(weight, out)
     multiply(_rows(result), 0, len(_rows(result)))
     return result
 
 
-def decode_fp8_block(
-    weight: Tensor, scale: Tensor, block: tuple[int, int], *, out: Tensor | None = None
-) -> Tensor:
+def decode_fp8_block(weight: Tensor, scale: Tensor, block: tuple[int, int], *, out: Tensor | None = None) -> Tensor:
     """Multiply an FP8 matrix by its grid of block scales; edge blocks are partial.
 
     Shapes: weight [..., O, I], scale [..., ceil(O / block[0]), ceil(I / block[1])] (float, or E8M0 bytes).
@@ -193,7 +201,7 @@ def decode_fp8_block(
             matrix, row = divmod(start, rows)
             until = min(stop, matrix * rows + min(rows, (row // block[0] + 1) * block[0]))
             at = matrix * high + row // block[0]
-            _by_groups(strip[: until - start], grid[at : at + 1], block[1])
+            by_groups(strip[: until - start], grid[at : at + 1], block[1])
             strip, start = strip[until - start :], until
 
     return _float8(weight, by_rows(grid, block[1]) if block[0] == 1 else multiply, out)
@@ -201,7 +209,7 @@ def decode_fp8_block(
 
 def by_rows(scale: Tensor, group: int) -> Callable[[Tensor, int, int], None]:
     """Return what multiplies a strip by row-wise scales [rows, groups]."""
-    return lambda strip, start, stop: _by_groups(strip, scale[start:stop], group)
+    return lambda strip, start, stop: by_groups(strip, scale[start:stop], group)
 
 
 def _times(strip: Tensor, factor: Tensor) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from harness.checkpoint import decoders as dec
@@ -80,27 +79,29 @@ def decode(checkpoint: Checkpoint, logical: Logical, *, widen: bool = True) -> T
     return decode_parts(logical, {role: checkpoint.read(name) for role, name in logical.parts.items()}, widen=widen)
 
 
-def decode_parts(logical: Logical, part: Mapping[str, Tensor], *, widen: bool = True) -> Tensor:
-    """Decode a weight, or whole rows of it, from its stored parts by role.
+def decode_parts(
+    logical: Logical, part: Mapping[str, Tensor], *, widen: bool = True, out: Tensor | None = None
+) -> Tensor:
+    """Decode a weight, or whole rows of it, from its stored parts by role; into `out` where that is large enough.
 
     Raises:
         CheckpointError: a scale does not fit.
     """
     weight, scale, options, kind = part["weight"], part.get("scale"), logical.options, logical.format
     if kind == "plain" or scale is None:
-        return weight.to(torch.float32) if widen and logical.dtype in FLOATS - {"F64"} else weight
+        return dec.widened(weight, out) if widen and logical.dtype in FLOATS - {"F32", "F64"} else weight
     if kind == "fp8_block":
-        return dec.decode_fp8_block(weight, scale, options["block"])
+        return dec.decode_fp8_block(weight, scale, options["block"], out=out)
     if kind == "fp8_channel":
-        return dec.decode_fp8_channel(weight, scale)
+        return dec.decode_fp8_channel(weight, scale, out=out)
     if kind == "mxfp8":
-        return dec.decode_mxfp8(weight, scale)
+        return dec.decode_mxfp8(weight, scale, out=out)
     if kind == "mxfp4":
-        return dec.decode_mxfp4(weight, scale)
+        return dec.decode_mxfp4(weight, scale, out=out)
     if kind == "mxfp4_blocks":
-        return dec.decode_mxfp4_blocks(weight, scale)
+        return dec.decode_mxfp4_blocks(weight, scale, out=out)
     if kind in ("nvfp4_multiplier", "nvfp4_divisor"):
-        return dec.decode_nvfp4(weight, scale, part["global"], divisor=kind == "nvfp4_divisor")
+        return dec.decode_nvfp4(weight, scale, part["global"], divisor=kind == "nvfp4_divisor", out=out)
     group = options["group"]
     if kind == "awq":
         return integers.decode_awq(weight, part["zero"], scale, group=group)
@@ -110,5 +111,5 @@ def decode_parts(logical: Logical, part: Mapping[str, Tensor], *, widen: bool = 
         )
     rows, columns = (int(size) for size in part["shape"].tolist())
     return integers.decode_int4_packed(
-        weight, scale, (rows, columns), group=group, zero_point=part.get("zero"), bits=options["bits"]
+        weight, scale, (rows, columns), group=group, zero_point=part.get("zero"), bits=options["bits"], out=out
     )

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness.checkpoint.decoders import ceil_div, expect_shape
+from harness.checkpoint.decoders import by_groups, by_strips, byte_table, ceil_div, expect_shape
+from harness.checkpoint.room import room
 from harness.errors import CheckpointError
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -28,6 +29,7 @@ def decode_int4_packed(
     group: int | None,
     zero_point: Tensor | None = None,
     bits: int = 4,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decode integers packed into words along the input, the first lowest, stored as q + 2^(bits - 1).
 
@@ -39,12 +41,41 @@ def decode_int4_packed(
     expect_shape((rows, ceil_div(columns, each)), packed, f"packed words of {each} elements")
     group = group if group is not None else max(1, columns)
     expect_shape((rows, ceil_div(columns, group)), scale, f"scales for groups of {group}")
-    q = _fields(packed, bits)[:, :columns] - offset
+    zero = None
     if zero_point is not None:
         expect_shape((ceil_div(rows, each), scale.shape[1]), zero_point, "packed zero points")
         zero = _fields(zero_point.t().contiguous(), bits)[:, :rows].t() - offset
-        q = q - zero.repeat_interleave(group, dim=1)[:, :columns]
-    return q.to(torch.float32) * scale.to(torch.float32).repeat_interleave(group, dim=1)[:, :columns]
+    return _scaled(packed, columns, bits, offset, _Groups(scale, zero, group), out)
+
+
+class _Groups:
+    """Scales and zero points of groups of columns. Shapes: scale, zero [O, groups]; `index` the group of a column."""
+
+    def __init__(self, scale: Tensor, zero: Tensor | None, size: int, index: Tensor | None = None) -> None:
+        self.size, self.index = size, index
+        self.scale = scale.to(torch.float32)
+        self.zero = None if zero is None else zero.to(torch.float32)
+
+    def apply(self, strip: Tensor, start: int, stop: int) -> None:
+        """Take off zero points and multiply, in place: (q - z) s, of which the difference is exact."""
+        for value, work in ((self.zero, Tensor.sub_), (self.scale, Tensor.mul_)):
+            if value is not None and self.index is not None:
+                work(strip, value[start:stop].index_select(1, self.index))
+            elif value is not None:
+                by_groups(strip, value[start:stop], self.size, work)
+
+
+def _scaled(words: Tensor, columns: int, bits: int, offset: int, groups: _Groups, out: Tensor | None) -> Tensor:
+    """Decode words [O, n], packed along the columns, with the scales of their groups. Returns [O, columns]."""
+    shape = (len(words), words.shape[1] * 32 // bits)
+    table = byte_table(tuple(float(code - offset) for code in range(1 << bits)))
+    raw = words.contiguous().view(torch.uint8)
+
+    def multiply(strip: Tensor, start: int, stop: int) -> None:
+        groups.apply(strip[:, :columns], start, stop)
+
+    found = by_strips(raw, table, shape, multiply, out=out)
+    return found if columns == shape[1] else found[:, :columns].contiguous()
 
 
 def decode_gptq(
@@ -60,7 +91,6 @@ def decode_gptq(
     inputs, outputs, groups = qweight.shape[0] * each, qweight.shape[1], scales.shape[0]
     expect_shape((groups, outputs), scales, "one scale for each group and output")
     expect_shape((groups, ceil_div(outputs, each)), qzeros, "packed zero points")
-    q = _fields(qweight.t().contiguous(), bits)
     zero = _fields(qzeros, bits)[:, :outputs]
     if v1:
         zero = (zero + 1) & ((1 << bits) - 1)
@@ -74,7 +104,7 @@ def decode_gptq(
         raise CheckpointError(
             f"expected group indices in 0 .. {groups - 1}, found {int(index.min())} .. {int(index.max())}"
         )
-    return (q - zero.t()[:, index]).to(torch.float32) * scales.to(torch.float32).t()[:, index]
+    return _scaled(qweight.t(), inputs, bits, 0, _Groups(scales.t(), zero.t(), inputs, index), None)
 
 
 def decode_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, group: int | None) -> Tensor:
@@ -87,9 +117,13 @@ def decode_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, group: int | 
     size = group if group is not None else max(1, inputs)
     expect_shape((ceil_div(inputs, size), outputs), scales, f"scales for groups of {size}")
     expect_shape((scales.shape[0], qweight.shape[1]), qzeros, "packed zero points")
-    index = torch.arange(inputs) // size
-    q, zero = _awq_fields(qweight), _awq_fields(qzeros)
-    return ((q - zero[index]).to(torch.float32) * scales.to(torch.float32)[index]).t().contiguous()
+    table = byte_table(tuple(float(code) for code in range(16)))
+    q = by_strips(qweight.contiguous().view(torch.uint8), table, (inputs, outputs), lambda strip, start, stop: None)
+    result = room((outputs, inputs), torch.float32)
+    # of the eight nibbles of a word, the one at 4 a + 2 b + c is of output 4 b + 2 c + a
+    result.view(-1, 2, 2, 2, inputs).copy_(q.view(inputs, -1, 2, 2, 2).permute(1, 3, 4, 2, 0))
+    _Groups(scales.t(), _awq_fields(qzeros).t(), size).apply(result, 0, outputs)
+    return result
 
 
 def _per_word(bits: int) -> int:
