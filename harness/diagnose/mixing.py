@@ -6,6 +6,9 @@ can be solved for, so those of both sides can be held against each other: what a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,8 @@ FEW = 24
 """Most tokens that are read back; a solution of more unknowns gathers roundings."""
 SEEN, UNSEEN = 0.03, 0.01
 """A weight above the first is one; one below the second is none."""
+QUERIES = 3
+"""Queries that must see a key before it is said that queries do: sharp attention hides it from most."""
 
 
 def mixed(matrix: Matrix) -> Made:
@@ -33,31 +38,70 @@ def _mixed(matrix: Matrix, heads: int) -> Made:
     """Read weights back for a number of heads: another number than there are fits nothing."""
     size = matrix.actual.shape[1] // heads
     rows = min(len(matrix.actual) - 1, size * 3 // 4, FEW)
-    values = next((v for x in matrix.around.values() if (v := _values(matrix, x, heads)) is not None), None)
-    if values is None or rows < 3:
+    found = _mixture(matrix, heads) if rows >= 3 else None
+    if found is None:
         return
-    due, held = (_weights(x, values, rows) for x in (matrix.expected, matrix.actual))
+    due, held = (_weights(x, found, rows) for x in (matrix.expected, matrix.actual))
     if due is None or held is None or float(due.diagonal(1, 1, 2).abs().max()) > SEEN:
         return
     tried = torch.arange(len(matrix.actual)) < rows
     for words, weights in _readings(due, held):
-        changed = matrix.expected.clone()
-        changed[:rows] = torch.einsum("hts,hsd->thd", weights, values[:, : rows + 1]).flatten(1)
-        yield words, changed, tried
+        yield words, _remixed(matrix, found, weights), tried
     half = size // 2 - 1
-    otherwise = _weights(matrix.actual, values, half, every=2) if half >= 3 else None
+    otherwise = _weights(matrix.actual, found, half, every=2) if half >= 3 else None
     if otherwise is not None:
-        changed = matrix.expected.clone()
-        changed[:half] = torch.einsum("hts,hsd->thd", otherwise, values[:, : half + 1]).flatten(1)
-        tried = (torch.arange(len(changed)) < half)[:, None] & odd_channels(matrix)
-        yield "the right values with other weights: queries, keys, their rotary angles, scale or mask", changed, tried
+        tried = (torch.arange(len(matrix.actual)) < half)[:, None] & odd_channels(matrix)
+        words = "the right values with other weights: queries, keys, their rotary angles, scale or mask"
+        yield words, _remixed(matrix, found, otherwise), tried
 
 
-def _values(matrix: Matrix, x: Tensor, heads: int) -> Tensor | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mixture:
+    """Values [H, T, D] that a core is a mean of, and the gate [H, T, D] that each query's mean went through."""
+
+    values: Tensor
+    gate: Tensor
+
+
+def _remixed(matrix: Matrix, found: _Mixture, weights: Tensor) -> Tensor:
+    """Return the expected values with other weights [H, rows, rows + 1] for the first queries."""
+    rows = weights.shape[1]
+    changed = matrix.expected.clone()
+    mean = weights @ found.values[:, : rows + 1]
+    changed[:rows] = (mean * found.gate[:, :rows]).transpose(0, 1).flatten(1)
+    return changed
+
+
+def _mixture(matrix: Matrix, heads: int) -> _Mixture | None:
+    """Return the values among what lies around, plain or behind a gate that lies there too, or None."""
+    tokens, width = matrix.actual.shape
+    plain = torch.ones(heads, tokens, width // heads, dtype=matrix.expected.dtype)
+    for gate in (plain, *_gates(matrix, heads)):
+        for x in matrix.around.values():
+            values = _values(matrix, x, heads, gate[:, 0])
+            if values is not None:
+                return _Mixture(values=values, gate=gate)
+    return None
+
+
+def _gates(matrix: Matrix, heads: int) -> Iterator[Tensor]:
+    """Return what may gate the heads, [H, T, D]: a projection of its own, or a half of one, by head or in all."""
+    tokens, width = matrix.actual.shape
+    for x in matrix.around.values():
+        if x.shape[1] == width:
+            yield torch.sigmoid(x.reshape(tokens, heads, -1)).transpose(0, 1)
+        elif x.shape[1] == heads:
+            yield torch.sigmoid(x.reshape(tokens, heads, 1)).transpose(0, 1).expand(-1, -1, width // heads)
+        elif x.shape[1] == 2 * width:
+            for halves in (x.reshape(tokens, heads, 2, -1), x.reshape(tokens, 2, heads, -1).transpose(1, 2)):
+                yield from (torch.sigmoid(halves[:, :, i]).transpose(0, 1) for i in (1, 0))
+
+
+def _values(matrix: Matrix, x: Tensor, heads: int, gate: Tensor) -> Tensor | None:
     """Return a tensor as values [H, T, D] if the first token of every head is its first value, and None otherwise.
 
     Values lie in heads of their own, fewer than those of queries or as many: alone, at the end of a fused row, or at
-    the end of each head.
+    the end of each head. `gate` [H, D] is what the first token's went through.
     """
     first = matrix.expected[0].reshape(heads, -1)
     size = first.shape[1]
@@ -67,26 +111,27 @@ def _values(matrix: Matrix, x: Tensor, heads: int) -> Tensor | None:
             ways.append(x.reshape(len(x), count, -1)[..., -size:])
         for values in ways:
             spread = values.repeat_interleave(heads // count, 1)
-            alike = torch.nn.functional.cosine_similarity(spread[0], first, dim=-1)
+            alike = torch.nn.functional.cosine_similarity(spread[0] * gate, first, dim=-1)
             if bool((alike > 1 - FIRST**2).all()):
                 return spread.transpose(0, 1)
     return None
 
 
-def _weights(core: Tensor, values: Tensor, rows: int, every: int = 1) -> Tensor | None:
+def _weights(core: Tensor, found: _Mixture, rows: int, every: int = 1) -> Tensor | None:
     """Return the weights [H, rows, rows + 1] that make a core of values, one key of the future included, or None.
 
     They are fitted on every so many-th feature.
     """
-    heads, _, size = values.shape
+    heads, _, size = found.values.shape
     weights = torch.zeros(heads, rows, rows + 1, dtype=core.dtype)
     for row in range(rows):
-        keys = values[:, : row + 2, ::every].transpose(1, 2)  # [H, D, keys]
+        through = found.values[:, : row + 2] * found.gate[:, row : row + 1]
+        keys = through[..., ::every].transpose(1, 2)  # [H, D, keys]
         target = core[row].reshape(heads, size, 1)[:, ::every]
-        found = torch.linalg.lstsq(keys, target).solution
-        if float((keys @ found - target).norm()) > 0.1 * float(target.norm()):
+        solved = torch.linalg.lstsq(keys, target).solution
+        if float((keys @ solved - target).norm()) > 0.1 * float(target.norm()):
             return None
-        weights[:, row, : row + 2] = found[..., 0]
+        weights[:, row, : row + 2] = solved[..., 0]
     return weights
 
 
@@ -96,7 +141,7 @@ def _readings(due: Tensor, held: Tensor) -> list[tuple[str, Tensor]]:
     ahead = torch.arange(keys)[None] - torch.arange(tokens)[:, None]
     found: list[tuple[str, Tensor]] = []
     future, past = ahead == 1, ahead <= 0
-    if float(held[:, future].abs().median()) > UNSEEN and float(held[:, future].abs().max()) > SEEN:
+    if int((held[:, future] > SEEN).any(0).sum()) >= QUERIES:
         extra = torch.where(future, held, torch.zeros(()))
         kept = due * (1 - extra.sum(-1, keepdim=True)) + extra
         found.append(("the values of one key of the future too: the causal mask", kept))

@@ -54,6 +54,15 @@ class Rounds:
         self._held.append(held)  # as long as it lives, no other memory has its address
         return held
 
+    def mark(self) -> int:
+        """Return how many weights are remembered so far."""
+        return len(self._held)
+
+    def forget(self, mark: int) -> None:
+        """Forget the weights after a mark: they are no longer in memory."""
+        self._storages -= {held.untyped_storage().data_ptr() for held in self._held[mark:]}
+        del self._held[mark:]
+
     def keeps(self, name: str) -> bool:
         """Say whether a weight stays as it is."""
         return self.precision.keeps(name)
@@ -76,7 +85,7 @@ class Rounds:
         return write
 
     def _written(self, name: str, value: Tensor, scheme: Scheme, largest: dict[str, Tensor]) -> Tensor:
-        if scheme.granularity not in ("tensor", "head") or scheme.rows:
+        if scheme.granularity not in ("tensor", "head") or scheme.rows or not value.numel():
             return quantised(value, scheme, nudge=self.nudge(scheme))
         peak = peaks(value, scheme)
         if name in largest:
@@ -123,11 +132,16 @@ class _Inputs(TorchFunctionMode):
 
 
 def declare(module: nn.Module, rounds: Rounds) -> list[torch.utils.hooks.RemovableHandle]:
-    """Make a module compute with rounded weights, inputs and caches; return the hooks that it hangs."""
+    """Make a module compute with rounded weights, inputs and caches; return the hooks that it hangs.
+
+    Weights without values (on the meta device) are left to whoever brings their values: see `round_part`.
+    """
     handles = []
     for path, part in module.named_modules():
-        fused = _round_weights(path, part, rounds)
-        if fused and rounds.precision.activations is not None:
+        rounded = [*_rounded_weights(path, part, rounds)]
+        if not any(part._parameters[name].is_meta for name in rounded):  # type: ignore[union-attr]
+            round_part(path, part, rounds)
+        if rounds.precision.activations is not None and any(_is_stacked(part, name) for name in rounded):
             handles += _watch_inside(part, rounds)
         names = tuple(inspect.signature(part.forward).parameters) if path else ()
         if (rounds.precision.cache or rounds.precision.state) and set(names) & set(_CACHES):
@@ -135,23 +149,31 @@ def declare(module: nn.Module, rounds: Rounds) -> list[torch.utils.hooks.Removab
     return handles
 
 
-def _round_weights(path: str, part: nn.Module, rounds: Rounds) -> bool:
-    """Replace the weights of a linear, or of fused experts; say whether it was the latter."""
-    fused = False
-    for name, value in list(part._parameters.items()):
-        stacked = value is not None and value.dim() == _LEAST_FUSED and not isinstance(part, _CONVOLUTIONS)
-        linear = name == "weight" and isinstance(part, nn.Linear)
-        whole = f"{path}.{name}".lstrip(".")
-        if value is None or not value.is_floating_point() or not (stacked or linear) or rounds.keeps(whole):
-            continue
-        fused = fused or stacked
-        turned = stacked and getattr(part, "is_transposed", False)
+def round_part(path: str, part: nn.Module, rounds: Rounds) -> None:
+    """Replace the weights of a linear, or of fused experts, by what the port holds of them."""
+    for name in _rounded_weights(path, part, rounds):
+        value, whole = part._parameters[name], f"{path}.{name}".lstrip(".")
+        assert value is not None
+        turned = _is_stacked(part, name) and getattr(part, "is_transposed", False)
         held = value.detach().transpose(-1, -2).contiguous() if turned else value.detach()
         held = rounds.weight(whole, held)
         if turned:
             held = rounds.weight(whole, held).transpose(-1, -2)
         part._parameters[name] = nn.Parameter(held, requires_grad=False)
-    return fused
+
+
+def _rounded_weights(path: str, part: nn.Module, rounds: Rounds) -> list[str]:
+    """Return the weights of a part that are rounded: a linear's, and those of fused experts."""
+    return [
+        name for name, value in part._parameters.items()
+        if value is not None and value.is_floating_point() and not rounds.keeps(f"{path}.{name}".lstrip("."))
+        and (_is_stacked(part, name) or (name == "weight" and isinstance(part, nn.Linear)))
+    ]  # fmt: skip
+
+
+def _is_stacked(part: nn.Module, name: str) -> bool:
+    value = part._parameters[name]
+    return value is not None and value.dim() == _LEAST_FUSED and not isinstance(part, _CONVOLUTIONS)
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)

@@ -236,3 +236,21 @@ def test_weights_of_an_attention_are_read_back(scores: Tensor, seen: Tensor, due
     assert words in explained(actual, expected, heads=HEADS, around=around)
     other = {"layers.0.attn.v_proj": normal(TOKENS, WIDTH // 2, seed=22)}
     assert explained(actual, expected, heads=HEADS, around=other) == "" or not words
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_weights_behind_a_gate_are_read_back(joined: bool) -> None:
+    """Each head's mean may go through a sigmoid, of a projection of its own or of a half of the queries' one."""
+    spread, gate = VALUES.repeat_interleave(2, 0), normal(TOKENS, HEADS, SIZE, seed=23)
+    through = torch.sigmoid(gate).flatten(1)
+    queries = torch.stack([normal(TOKENS, HEADS, SIZE, seed=24), gate], 2).flatten(1)
+    around = {
+        "layers.0.attn.v_proj": VALUES.transpose(0, 1).flatten(1),
+        "layers.0.attn.q_proj": queries if joined else gate.flatten(1),
+    }
+    expected = attend(4 * SCORES, spread, SEEN) * through
+    actual = attend(4 * SCORES, spread, torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(1)) * through
+    actual = actual + 1e-5 * normal(TOKENS, WIDTH, seed=21)
+    assert "one key of the future" in explained(actual, expected, heads=HEADS, around=around)
+    del around["layers.0.attn.q_proj"]
+    assert "future" not in explained(actual, expected, heads=HEADS, around=around)

@@ -86,6 +86,7 @@ def test_a_scale_of_a_cache_is_that_of_all_written_so_far():
     assert not write("layers.0.cache.k", quiet).any()
     assert torch.equal(write("layers.1.cache.k", quiet), quiet)
     assert torch.equal(other("layers.0.cache.k", quiet), quiet)
+    assert write("layers.2.cache.k", loud[:, :, :0]).shape == (1, 2, 0, 4)
 
 
 def test_further_floors_round_elsewhere_by_as_much():
