@@ -203,6 +203,10 @@ def _checked(found: Any, spec: Spec, checkpoint: Path | None, setup: Setup) -> A
         from harness.adapters.module import ModuleAdapter
 
         assert checkpoint is not None
+        if setup.options.get("stream") == "1":
+            from harness.adapters.stream import streamed_module
+
+            return streamed_module(found, checkpoint, setup, name=spec.target)
         return ModuleAdapter(found, checkpoint, setup, name=spec.target)
     missing = [m for m in _METHODS if not callable(getattr(found, m, None))]
     missing += [a for a in ("name", "scope") if not hasattr(found, a)]

@@ -22,7 +22,7 @@ from harness.adapters.held import multiplied_out
 from harness.adapters.hooks import Float64Islands, Taps
 from harness.adapters.images import Pictures, PixelFormat, find_layout, pictures, pixel_format, placed
 from harness.adapters.scope import CACHES, arguments_of, compile_layers, forwards, layers_only, scope_of
-from harness.adapters.structure import discover
+from harness.adapters.structure import Structure, discover
 from harness.adapters.text import TextFrontEnd, end_ids
 from harness.cases import read_model_info
 from harness.errors import PortError, SpecError, nearest
@@ -35,10 +35,11 @@ MOST_OF_A_TABLE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A module with its weights, and what loading observed."""
+    """A module with its weights, and what loading observed. `attach` is told the structure before anything runs."""
 
     module: nn.Module
     facts: Facts = field(default_factory=dict)
+    attach: Callable[[Structure], None] = lambda _: None
 
 
 class ModuleAdapter:
@@ -83,6 +84,7 @@ class ModuleAdapter:
         module = self._loaded.module
         module.eval().requires_grad_(False)
         self.structure = discover(module)
+        self._loaded.attach(self.structure)
         self._arguments = arguments_of(module)
         self._cache_name = next((n for n in CACHES if n in self._arguments.named), "")
         compiled = setup.options.get("compile", "")
@@ -92,7 +94,8 @@ class ModuleAdapter:
         self._decisions = not compiled
         self.module_paths = {name: path for path, name in self.structure.names.items()}
         self._pixels = self._pixel_format() if self.scope.image else None
-        held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters()}
+        real = [p for p in module.parameters() if not p.is_meta]
+        held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in real}
         return {"load_s": time.perf_counter() - begin, "resident_bytes": sum(held.values()), **self._loaded.facts}
 
     def prepare(self, case: Case, record: Recorder) -> Inputs:

@@ -85,15 +85,20 @@ def scope_of(info: ModelInfo, arguments: Arguments | None, setup: Setup, *, wide
 def _too_large(checkpoint: Path) -> str:
     """Say why a checkpoint cannot be held in float64 beside a float32 copy, or return an empty string."""
     stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    free = free_bytes()
     needed = 6 * stored  # of two bytes an element: float64 and float32
     if free is None or needed <= free:
         return ""
     return f"float64 and float32 weights need about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+
+
+def free_bytes() -> int | None:
+    """Return the memory that the system can give, in bytes; None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _inside_layers() -> dict[str, str]:

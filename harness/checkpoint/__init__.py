@@ -5,7 +5,7 @@ from harness.checkpoint.container import Checkpoint, open_checkpoint
 from harness.checkpoint.facts import audit_facts, checkpoint_facts
 from harness.checkpoint.formats import Logical, decode, format_problems, logical_tensors
 from harness.checkpoint.header import Problem, TensorRef
-from harness.checkpoint.plan import MemoryPlan, memory_plan, planned_bytes
+from harness.checkpoint.plan import MemoryPlan, memory_plan, planned_bytes, window_plan
 
 __all__ = [
     "Checkpoint",
@@ -23,4 +23,5 @@ __all__ = [
     "memory_plan",
     "open_checkpoint",
     "planned_bytes",
+    "window_plan",
 ]

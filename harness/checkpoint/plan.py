@@ -6,7 +6,9 @@ mapped) + the largest weight while it is decoded (float32 values and the rounded
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -37,7 +39,7 @@ def memory_plan(checkpoint: Checkpoint, dtype: torch.dtype | str) -> MemoryPlan:
 
     A weight that is stored in float32 is planned in float32 where that is wider: ports keep such exceptions.
     """
-    width = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
+    width = _width(dtype)
     resident = transient = 0
     for logical in logical_tensors(checkpoint):
         held = _held_bytes(checkpoint, logical, width)
@@ -45,6 +47,33 @@ def memory_plan(checkpoint: Checkpoint, dtype: torch.dtype | str) -> MemoryPlan:
         decoded = 4 * logical.numel if logical.quantised else 0
         transient = max(transient, decoded + held)
     return MemoryPlan(stored_bytes=checkpoint.nbytes, resident_bytes=resident, transient_bytes=transient)
+
+
+def window_plan(checkpoint: Checkpoint, dtype: torch.dtype | str, units: Sequence[Sequence[str]]) -> MemoryPlan:
+    """Plan a model that streams: of units of weights (names) that run in turn, one computes and the next is made.
+
+    While a unit is put together, all of its weights may be there twice: alone and merged.
+    """
+    width, logicals = _width(dtype), {logical.name: logical for logical in logical_tensors(checkpoint)}
+    held = [sum(_held_bytes(checkpoint, logicals[name], width) for name in unit) for unit in units]
+    stored = [
+        sum(checkpoint.tensors[part].nbytes for name in unit for part in logicals[name].parts.values())
+        for unit in units
+    ]
+    decoded = [max((4 * logicals[n].numel for n in unit if logicals[n].quantised), default=0) for unit in units]
+    return MemoryPlan(
+        stored_bytes=_widest_pair(stored),
+        resident_bytes=_widest_pair(held),
+        transient_bytes=max(held, default=0) + max(decoded, default=0),
+    )
+
+
+def _widest_pair(sizes: Sequence[int]) -> int:
+    return max((a + b for a, b in pairwise([*sizes, *sizes[:1]])), default=0)
+
+
+def _width(dtype: torch.dtype | str) -> int:
+    return (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
 
 
 def _held_bytes(checkpoint: Checkpoint, logical: Logical, width: int) -> int:

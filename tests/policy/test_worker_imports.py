@@ -10,7 +10,7 @@ from source_tree import ROOT, dotted, imports, modules, show
 
 ALLOWED = {"torch", "numpy", "safetensors", "harness"}
 LAZY = {
-    "transformers": {"harness/adapters/hf.py"},
+    "transformers": {"harness/adapters/hf.py", "harness/adapters/stream/folder.py"},
     "httpx": {"harness/adapters/server.py", "harness/adapters/smoke.py"},
     "tokenizers": {"harness/adapters/text.py", "harness/adapters/server.py"},
     "jinja2": {"harness/adapters/text.py"},
