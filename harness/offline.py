@@ -243,6 +243,7 @@ def _judged(
     findings = diagnose(
         gate.breaking(verdicts, measurements), lambda role, run: known.get((role, run)),
         floors=sorted({role for role, _ in known} - {"accel", "oracle"}), modules={}, reproduce=reproduce,
+        measured=measurements,
     )  # fmt: skip
     return StageResult(
         name=stage,

@@ -166,7 +166,7 @@ class Lab:
         status, reason = gate.stage_status(verdicts)
         findings = diagnose(
             gate.breaking(verdicts, measurements), view.trace, floors=FLOORS, info=self.context.info, modules={},
-            reproduce="",
+            reproduce="", measured=measurements,
         )  # fmt: skip
         return Judged(
             stage=stage, status=status, reason=reason, verdicts=tuple(verdicts), findings=tuple(findings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import re
 from typing import Any
 
@@ -50,6 +51,46 @@ def linear_tile(parts: Parts) -> Places:
     def change(y: Tensor, _: Any) -> Tensor:
         y = y.clone()
         y[..., 32:48, :] *= 1.05
+        return y
+
+    on_output(part, change)
+    return [parts.tap(part), parts.tap(parts.attention())]
+
+
+@fault(cause="token|second|2|off|wrong", needs="a call of at least 8 tokens")
+def linear_second_row(parts: Parts) -> Places:
+    """A kernel takes two tokens at a time, and the second one of each pair comes out 1 % too large."""
+    part = out_projection(parts.attention())
+
+    def change(y: Tensor, _: Any) -> Tensor:
+        y = y.clone()
+        y[..., 1::2, :] *= 1.01
+        return y
+
+    on_output(part, change)
+    return [parts.tap(part), parts.tap(parts.attention())]
+
+
+@fault(cause="position|grow|late|off|wrong", needs="a call of at least 8 tokens")
+def linear_drift(parts: Parts) -> Places:
+    """An output projection is off by more with every token before it: 0.1 % for each."""
+    part = out_projection(parts.attention())
+
+    def change(y: Tensor, _: Any) -> Tensor:
+        return y * (1 + 1e-3 * torch.arange(y.shape[-2], device=y.device)[:, None]).to(y.dtype)
+
+    on_output(part, change)
+    return [parts.tap(part), parts.tap(parts.attention())]
+
+
+@fault(cause="race|twice|chance")
+def sum_left_to_chance(parts: Parts) -> Places:
+    """The last tile of an output projection is read before its sum is complete: up to a tenth is missing, by chance."""
+    part, chance = out_projection(parts.attention()), random.Random(5)
+
+    def change(y: Tensor, _: Any) -> Tensor:
+        y, width = y.clone(), max(1, y.shape[-1] // 8)
+        y[..., -width:] *= 1 - 0.1 * chance.random()
         return y
 
     on_output(part, change)

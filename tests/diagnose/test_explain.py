@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from harness.diagnose import explain
+from harness.diagnose import diagnose, explain
 from harness.diagnose.causes import ACCUMULATED, DIRECT, STRUCTURE
 from harness.metrics.names import METRICS
 from harness.types import Criterion, Measurement
@@ -194,6 +194,23 @@ def test_the_rest_is_counted():
     findings = found(*pairs)
     assert len(findings) == 5
     assert "7 further places" in findings[-1].evidence[-1]
+
+
+@pytest.mark.parametrize(("value", "said"), [(0.4, True), (0.0, False)])
+def test_a_wrong_port_that_does_not_repeat_itself_is_told_so(value: float, said: bool):
+    """Two equal runs that differ, however little, are told with the first wrong place; equal ones are not."""
+    _, again = pair(
+        "logits", value, metric="repeat_ratio", detail={"message": "two equal runs differ at 3 of 9 tokens"}
+    )
+    findings = diagnose(
+        [pair("layers.0.attn.q", level=3)],
+        lambda role, run: None,
+        floors=(),
+        modules={},
+        reproduce="",
+        measured=[again],
+    )
+    assert ("two equal runs differ at 3 of 9 tokens" in findings[0].cause) is said
 
 
 def test_the_table_of_causes_is_complete():
