@@ -18,6 +18,7 @@ from typing import Any
 
 from harness import gate
 from harness.checklist import Checklists
+from harness.checkpoint.cut import Cut
 from harness.config import Config
 from harness.diagnose import diagnose
 from harness.errors import TraceError, UsageError
@@ -300,6 +301,8 @@ class Campaign:
             gate.breaking(verdicts, measurements), view.trace, floors=FLOORS, info=self.plan.info,
             modules=_modules(view), reproduce=again,
         )  # fmt: skip
+        if self.plan.cut is not None:
+            findings = [_of_whole(f, self.plan.cut) for f in findings]
         return StageResult(
             name=name,
             status=status,
@@ -344,6 +347,14 @@ def _failures(view: StageView) -> list[Failure]:
         f for run in view.runs for role in ("oracle", "accel") if isinstance(f := view.trace(role, run.id), Failure)
     ]
     return list({(f.run, f.message): f for f in found}.values())
+
+
+def _of_whole(finding: Finding, cut: Cut) -> Finding:
+    """Say of a finding in a cut model which layers of the whole model it means."""
+    told = cut.told(finding.tap, finding.module)
+    return (
+        replace(finding, message=f"{finding.message} ({told})", evidence=(*finding.evidence, told)) if told else finding
+    )
 
 
 def _modules(view: StageView) -> dict[str, str]:

@@ -57,6 +57,14 @@ ChecklistsFlag = Annotated[
     Path | None,
     typer.Option("--checklists", metavar="DIR", help="Criteria to judge by, instead of the shipped ones."),
 ]
+LayersFlag = Annotated[
+    str | None,
+    typer.Option("--layers", metavar="0-3,47,...", help="Run these layers alone, at true width: a cut checkpoint."),
+]
+RandomFlag = Annotated[
+    bool,
+    typer.Option("--random-weights", help="Make weights up, where there is only a configuration yet."),
+]
 
 
 def _version(asked: bool) -> None:
@@ -105,6 +113,8 @@ def verify(
         Path | None,
         typer.Option("--after", metavar="RUN", help="Take earlier stages from a run with equal digests."),
     ] = None,
+    layers: LayersFlag = None,
+    random_weights: RandomFlag = False,
     keep_going: Annotated[
         bool | None, typer.Option("--keep-going/--no-keep-going", help="Run later stages after one was refused.")
     ] = None,
@@ -120,7 +130,8 @@ def verify(
     flags = {
         "run.stage": stage, "reference.spec": reference, "accel.spec": accel, "run.goldens": goldens,
         "run.checklists": checklists, "run.out": out, "run.profile": profile, "run.require": require,
-        "run.after": after, "run.keep_going": keep_going, "run.resume": resume,
+        "run.after": after, "run.keep_going": keep_going, "run.resume": resume, "run.layers": layers,
+        "run.random_weights": random_weights or None,
     }  # fmt: skip
     from harness.config import load_config
 
@@ -154,12 +165,17 @@ def record(
     profile: Annotated[
         str | None, typer.Option("--profile", metavar="quick|full", help="How much to exercise.")
     ] = None,
+    layers: LayersFlag = None,
+    random_weights: RandomFlag = False,
     sets: SetFlag = None,
 ) -> None:
     """Record goldens, on the machine that can run the reference."""
     from harness.config import load_config
 
-    flags = {"reference.spec": reference, "run.stage": stage, "run.profile": profile}
+    flags = {
+        "reference.spec": reference, "run.stage": stage, "run.profile": profile, "run.layers": layers,
+        "run.random_weights": random_weights or None,
+    }  # fmt: skip
     settings = load_config(config, flags=flags, sets=sets or (), sides=("reference",))
     folder = out if out is not None else settings.run.goldens
     if folder is None:
@@ -249,6 +265,28 @@ def inspect(
         json_file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     show_inspection(found)
     raise typer.Exit(EXIT_ACCEPTED if clean(found) else EXIT_REFUSED)
+
+
+@app.command()
+def cut(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder; it stays as it is.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.")],
+    layers: LayersFlag = None,
+    random_weights: RandomFlag = False,
+) -> None:
+    """Write some layers of a checkpoint as a checkpoint of their own, at true width: for an engine to serve."""
+    from harness.config import parse_layers
+    from harness.errors import CheckpointError
+    from harness.portion import cut_to
+
+    if layers is None and not random_weights:
+        raise UsageError("expected --layers 0-3,47,... or --random-weights, found neither: nothing to cut")
+    try:
+        chosen = parse_layers(layers) if layers is not None else None
+        cut_to(checkpoint, chosen, out, lambda text: typer.echo(text, err=True), random_weights=random_weights)
+    except (ValueError, CheckpointError) as error:
+        raise UsageError(f"--layers: {error}" if isinstance(error, ValueError) else str(error)) from None
+    typer.echo(f"use it with: day0 verify --reference hf:{out} --accel SPEC")
 
 
 @app.command()

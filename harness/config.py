@@ -39,6 +39,7 @@ FEATURES = (
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 _NOT_SECTIONS = ("file", "words")
 _DIGESTED_RUN_KEYS = ("profile", "require")
+_FLAGS_AGAIN = ("spec", "profile", "require", "goldens", "checklists", "layers")
 
 
 def parse_layout(text: str) -> Layout:
@@ -52,6 +53,19 @@ def parse_layout(text: str) -> Layout:
             raise ValueError(f"expected a layout like 'single', 'tp2' or 'tp2xpp2', found {text!r}")
         degrees[axis] = int(number)
     return Layout(**degrees)
+
+
+def parse_layers(value: Any) -> tuple[int, ...]:
+    """Parse `0-3,47,92`, or a list of numbers and such words, into rising layer numbers. Raises ValueError."""
+    found: list[int] = []
+    for word in [str(w) for w in (value if isinstance(value, (list, tuple)) else _words(str(value)))]:
+        first, dash, last = word.partition("-")
+        if not all(w.isdecimal() and len(w) < 7 for w in (first, last if dash else first)):
+            raise ValueError(f"expected layers like 0-3,47,92, found {word!r}")
+        found += range(int(first), int(last if dash else first) + 1)
+    if not found or sorted(set(found)) != found:
+        raise ValueError(f"expected layers in rising order, each once, like 0-3,47,92, found {value!r}")
+    return tuple(found)
 
 
 def _words(value: Any) -> Any:
@@ -86,6 +100,10 @@ def _layouts(value: Any) -> Any:
     return tuple(parse_layout(v) if isinstance(v, str) else v for v in items)
 
 
+def _layers(value: Any) -> Any:
+    return None if value is None else parse_layers(value)
+
+
 def _precision(value: Any) -> Any:
     """Spell out `[accel.precision]`; raise ValueError for a word that it does not have."""
     if not isinstance(value, Mapping):
@@ -101,9 +119,15 @@ class _Section(BaseModel):
 
 
 class RunSection(_Section):
-    """[run]: which stages, of which checkpoint (None: the one that a SPEC names), where to, and how to go on."""
+    """[run]: which stages, of which checkpoint (None: the one that a SPEC names), where to, and how to go on.
+
+    `layers` are those of the checkpoint that both sides run (None: all); `random_weights` makes them up, where there is
+    a configuration and no weights yet.
+    """
 
     checkpoint: Path | None = None
+    layers: Annotated[tuple[int, ...] | None, BeforeValidator(_layers)] = None
+    random_weights: bool = False
     stage: Annotated[tuple[str, ...], BeforeValidator(parse_stages)] = STAGES
     out: Path = Path("day0-run")
     profile: Literal["quick", "full"] = "quick"
@@ -269,7 +293,9 @@ def _words_again(flags: Mapping[str, Any], sets: Sequence[str]) -> list[str]:
     """Return the flags that a reproduction needs: not where a run writes, nor which stages or how it goes on."""
     again = []
     for dotted, value in flags.items():
-        if value is not None and dotted.split(".")[1] in ("spec", "profile", "require", "goldens", "checklists"):
+        if value is True and dotted == "run.random_weights":
+            again.append(_flag_name(dotted))
+        elif value is not None and dotted.split(".")[1] in _FLAGS_AGAIN:
             again += [_flag_name(dotted), str(value)]
     return again + [word for item in sets for word in ("--set", item)]
 

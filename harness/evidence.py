@@ -88,6 +88,9 @@ def not_covered(plan: Plan, stages: Sequence[StageResult]) -> list[str]:
             f"precision: the floor is that of plain {plan.setups['floor'].dtype}, because this reference cannot "
             "compute as the port declares; what the declared formats cost reads as an error of the port"
         )
+    if plan.cut is not None:
+        sentences.append(f"the whole model: verified was {plan.cut.sentence}")
+        sentences += plan.cut.notes
     if plan.carried is not None:
         there = f"recorded {plan.carried.made.get('time', '')} as {plan.carried.spec}"
         sentences.append(f"the reference did not run here ({plan.stand_in}): the port was held to goldens {there}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +26,13 @@ from harness.plan import (
     refused,
     widest_port,
 )
+from harness.portion import prepared
 from harness.record import Session, close_all
 from harness.report.render import render
 from harness.report.results import Results, build_results
 from harness.report.terminal import Display
 from harness.standin import carried_references, chosen_reference, reference_or_why, write_requests
-from harness.types import STAGES, Scope, StageResult, Status, from_json
+from harness.types import STAGES, Scope, StageResult, Status, as_json, from_json
 
 
 def verify(config: Config, display: Display, *, command: str = "") -> Results:
@@ -38,6 +40,7 @@ def verify(config: Config, display: Display, *, command: str = "") -> Results:
     checklists = load_checklists(config.run.checklists)
     started, begin = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), time.perf_counter()
     out = _made(config.run.out)
+    config = prepared(config, display.note)
     carried = carried_references(config)
     checkpoint, sessions = make_sessions(config, out / "sessions", carried)
     try:
@@ -65,6 +68,7 @@ def verify(config: Config, display: Display, *, command: str = "") -> Results:
         command=command or reproduce(config),
         started=started,
         wall_s=time.perf_counter() - begin,
+        cut={**as_json(plan.cut), "sentence": plan.cut.sentence} if plan.cut is not None else {},
         measurements={s.name: f"measurements/{s.name}.jsonl" for s in stages if s.name in plan.stages and s.verdicts},
     )
     render(results, out)
@@ -97,17 +101,21 @@ def dry_run(config: Config) -> list[dict[str, Any]]:
     """Return what would run, one row per stage, role and run, without loading anything."""
     load_checklists(config.run.checklists)
     out = config.run.out.resolve()
-    carried = carried_references(config)
-    checkpoint, sessions = make_sessions(config, out / "sessions", carried)
-    try:
-        plan = _described_plan(config, checkpoint, sessions, carried)
-    finally:
-        close_all(sessions.values())
+    words: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        config = prepared(config, words.append, scratch=Path(scratch))
+        carried = carried_references(config)
+        checkpoint, sessions = make_sessions(config, out / "sessions", carried)
+        try:
+            plan = _described_plan(config, checkpoint, sessions, carried)
+        finally:
+            close_all(sessions.values())
     schedule = schedule_of(plan, out)
     job_of = {job.folder: job for job in reversed(schedule.jobs)}
     stage_of = {run.id: run.stage for run in plan.runs(*STAGES)}
     forwards = {"forward": 1, "steps": 2, "generate": 16, "latency": 64, "simulate": 2, "ranks": 4, "concurrent": 32}
-    rows: list[dict[str, Any]] = [{"stage": s, "skipped": why} for s, why in plan.skipped.items()]
+    rows: list[dict[str, Any]] = [{"stage": "", "skipped": text} for text in words]
+    rows += [{"stage": s, "skipped": why} for s, why in plan.skipped.items()]
     for (role, run_id), folder in schedule.folders.items():
         job = job_of[folder]
         tokens = len(job.run.case.token_ids or ()) if job.run.case else 0
@@ -129,7 +137,7 @@ def record(config: Config, out: Path, display: Display) -> tuple[int, list[str]]
     if not port_named:
         own = {"spec": config.reference.spec, "options": config.reference.options}
         words["accel"] = config.accel.model_copy(update=own)
-    config = config.model_copy(update=words)
+    config = prepared(config.model_copy(update=words), display.note)
     checkpoint, sessions = make_sessions(config, out / ".sessions")
     try:
         plan = _described_plan(config, checkpoint, sessions, any_port=not port_named)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.cases import ModelInfo, read_model_info
+from harness.checkpoint.cut import Cut, read_cut
 from harness.config import Config
 from harness.configfile import anchor_spec
 from harness.errors import CheckpointError, NothingToVerify, SpecError, UsageError
@@ -31,6 +32,7 @@ class Plan:
     """What will run. `skipped` gives the reason for each stage outside the scope; `described` what each side said.
 
     `carried` is the recorded reference that stands in for one that does not run here, and `stand_in` says why it does.
+    `cut` says which layers of the whole model the checkpoint holds, where it is part of one.
     """
 
     config: Config
@@ -45,6 +47,7 @@ class Plan:
     digests: Mapping[str, str]
     carried: Carried | None = None
     stand_in: str = ""
+    cut: Cut | None = None
 
     def runs(self, *stages: str) -> list[Run]:
         """Return the runs of some stages, in order."""
@@ -79,7 +82,7 @@ def make_sessions(config: Config, folder: Path, carried: Sequence[Carried] = ())
         side: Session(
             folder / side,
             spec=_spec_text(config, side),
-            checkpoint=named[side] or checkpoint,
+            checkpoint=(config.run.checkpoint if specs[side].kind == "builtin" else None) or named[side] or checkpoint,
             watchdog=watchdog,
             python=pythons[side],
         )
@@ -184,6 +187,7 @@ def make_plan(
         },
         carried=carried,
         stand_in=stand_in,
+        cut=read_cut(checkpoint),
     )
 
 
@@ -219,8 +223,13 @@ def goldens_folder(config: Config) -> Path:
     """Return where goldens are kept: --goldens, or the user's cache."""
     if config.run.goldens is not None:
         return config.run.goldens.resolve()
+    return cache_folder("goldens")
+
+
+def cache_folder(name: str) -> Path:
+    """Return a folder of the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "day0" / "goldens"
+    return Path(cache) / "day0" / name
 
 
 def out_of_scope(word: str, scope: Scope, capabilities: Sequence[str] | frozenset[str]) -> str:

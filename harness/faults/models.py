@@ -1,8 +1,6 @@
-"""Small random models of real architectures, roughened so that faults are visible. Knows transformers; not the harness.
+"""Small random models of real architectures, roughened so that faults are visible. Knows transformers; no port.
 
-Default initialisation hides faults: attention is uniform, norms are 1, biases, sinks and router biases are 0. Here
-matrices are N(0, 1/fan_in) (gain 1.4 on the query and key side), norm weights 1 + 0.2 N with outlier channels, and
-nothing is neutral.
+Default initialisation hides faults; `harness.unreleased.rough` says what is put in its place.
 """
 
 from __future__ import annotations
@@ -10,6 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+
+from harness.unreleased.rough import rough
 
 _BASE = {
     "vocab_size": 256,
@@ -225,30 +225,4 @@ def roughen(model: Any, *, seed: int) -> None:
     for key, value in named:
         noise = torch.randn(value.shape, generator=draw)
         with torch.no_grad():
-            value.copy_(_rough(key, noise))
-
-
-def _rough(key: str, noise: Any) -> Any:
-    """Return a value for one parameter from unit noise of its shape."""
-    leaf = key.rsplit(".", 1)[-1]
-    if leaf.endswith("correction_bias"):
-        return 7 + 0.25 * noise
-    if leaf == "A_log":
-        return -2 + 0.5 * noise
-    if leaf == "dt_bias":
-        return -3 + 0.5 * noise
-    if "sinks" in leaf:
-        return noise
-    if leaf in ("base", "scale") and "_hc" in key:
-        return 0.5 * noise if leaf == "base" else 1 + 0.2 * noise
-    if noise.dim() == 1 and (leaf == "weight" or leaf.startswith("lambda")):
-        value = 1 + 0.2 * noise
-        value[:: max(1, len(value) // 3)] *= 2.5
-        return value
-    if noise.dim() == 1:
-        return 0.1 * noise
-    if "embed_tokens" in key:
-        return noise
-    fan_in = noise[0].numel() if noise.dim() != 3 or "conv" in key else noise.shape[-1]
-    gain = 1.4 if re.search(r"(^|[._])(q|k|wq|wk|qk)(_|\.|$)|\bq_|\bk_", key) else 1.0
-    return gain * noise / fan_in**0.5
+            value.copy_(rough(key, noise))

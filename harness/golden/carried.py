@@ -25,7 +25,7 @@ from harness.types import Setup, as_json, digest_of, from_json
 FORMAT = "day0.goldens/1"
 WORDS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-    "special_tokens_map.json", "preprocessor_config.json",
+    "special_tokens_map.json", "preprocessor_config.json", "day0-cut.json",
 )  # fmt: skip
 """Files of a checkpoint that travel: what planning and the text front end need."""
 WORDS_BYTES = 64 * 2**20

@@ -93,7 +93,11 @@ class StageReport(_Model):
 
 
 class Results(_Model):
-    """The whole run. `measurements` maps a stage to its file, relative to the run's folder."""
+    """The whole run. `measurements` maps a stage to its file, relative to the run's folder.
+
+    `cut` says, where part of a model was verified, what that is: `sentence`, and `layers`, the numbers in the whole
+    model of layers 0, 1, ... of this run.
+    """
 
     format: Literal["day0.results/1"] = "day0.results/1"
     accepted: bool
@@ -108,6 +112,7 @@ class Results(_Model):
     environment: Environment = Environment()
     stages: tuple[StageReport, ...] = ()
     measurements: Mapping[str, str] = Field(default_factory=dict)
+    cut: Mapping[str, Any] = Field(default_factory=dict)
     practices: tuple[Practice, ...] = ()
     problems: tuple[str, ...] = ()
 

@@ -155,7 +155,12 @@ def stage_sentence(stage: StageReport) -> str:
 
 
 def run_sentence(results: Results) -> str:
-    """Return the verdict on a run as one sentence."""
+    """Return the verdict on a run as one sentence, and of a cut model another that says so."""
+    sentence = _verdict(results)
+    return f"{sentence} Verified was {results.cut['sentence']}, not the model." if results.cut else sentence
+
+
+def _verdict(results: Results) -> str:
     names = [TITLES[s.name].lower() for s in results.stages if s.accepted and s.name in TITLES]
     if results.accepted:
         return f"The port is accepted for what was claimed and exercised: {', '.join(names)}{_reservations(results)}."

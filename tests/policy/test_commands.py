@@ -59,5 +59,5 @@ def test_the_readers_of_commands_see_them():
 
 def test_only_finished_commands_are_offered():
     """The command line offers what is built, and nothing that is a promise."""
-    built = {"verify", "record", "compare", "inspect", "diagnose", "report", "prove", "init", "doctor"}
+    built = {"verify", "record", "compare", "inspect", "cut", "diagnose", "report", "prove", "init", "doctor"}
     assert set(options_of()) == built
