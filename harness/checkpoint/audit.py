@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from harness.adapter import Weight
+from harness.checkpoint.causes import UNRELATED, causes_of
 from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.content import Pending, explain
 from harness.checkpoint.formats import Logical, decode, logical_tensors
 from harness.checkpoint.near import Near, beyond_a_step
 from harness.checkpoint.paired import pairs
-from harness.checkpoint.values import UNRELATED, Difference, difference, nonfinite, pattern_of, rounded_digests
+from harness.checkpoint.values import Difference, difference, nonfinite, rounded_digests
 from harness.errors import CheckpointError
 from harness.precision.scheme import Precision
 
@@ -212,7 +213,7 @@ def _by_name(audit: _Audit, fact: WeightFact, held: Tensor, source: str, certain
     narrowed = logical.format == "plain" and logical.dtype == "F32" and narrow and audit.float32_is_rare
     fact = _with_difference(dataclasses.replace(fact, match="named", source=source, narrowed=narrowed), diff, held)
     if diff.mismatches and diff.how in ("same", "reshape"):
-        fact = dataclasses.replace(fact, pattern=pattern_of(actual=held, expected=expected))
+        fact = dataclasses.replace(fact, pattern=_cause(audit, held, expected.reshape(held.shape), logical))
     lossy_ok = not fact.lossless and diff.how in ("same", "reshape")
     if not diff.mismatches or lossy_ok:
         audit.used.add(source)
@@ -243,6 +244,13 @@ def _with_difference(fact: WeightFact, diff: Difference, held: Tensor) -> Weight
         order=json.dumps({"how": diff.how}) if diff.how != "shape" else "",
         digests=rounded_digests(held) if diff.mismatches else {},
     )
+
+
+def _cause(audit: _Audit, held: Tensor, expected: Tensor, logical: Logical) -> str:
+    """Return what memory holds instead, in words; "" where nothing is known of it."""
+    parts = {role: audit.checkpoint.read(name) for role, name in logical.parts.items()} if logical.quantised else None
+    found = causes_of(held=held, expected=expected, logical=logical, parts=parts)
+    return found.words if found is not None else ""
 
 
 def _explain_pending(audit: _Audit) -> dict[str, tuple[int, int]]:
@@ -300,7 +308,7 @@ def _pair_the_rest(audit: _Audit) -> None:
         if held is not None and held.numel() == logical.numel:
             expected = decode(audit.checkpoint, logical, widen=False)
             held = held.reshape(expected.shape)
-            pattern = pattern_of(actual=held, expected=expected)
+            pattern = _cause(audit, held, expected, logical)
             if not pattern.startswith(UNRELATED):
                 fact = dataclasses.replace(fact, match="named", source=source)
                 fact = _with_difference(fact, difference(actual=held, expected=expected), held)

@@ -12,16 +12,6 @@ from torch import Tensor
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PROBE = 256
-_BLOCK = 16
-"""Columns that share a scale in every block format that is known (16, 32, 128) share it in blocks of 16 too."""
-_SORTED = 1 << 24
-"""Elements up to which a wrong weight is worth a sort."""
-_ROUNDED = 0.99
-"""Likeness of wrong values to the right ones above which they are the same, rounded: four bits reach 0.995."""
-UNRELATED = ("zeros", "the constant", "values unlike")
-"""How a pattern begins that says that nothing of the checkpoint is there."""
-_FEW = 16
-"""Wrong elements below which they show no pattern."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,56 +111,6 @@ def _elementwise(actual: Tensor, expected: Tensor, slack: int, *, how: str) -> D
         found=float(held.flatten()[at]),
         relative_error=float(wide),
     )
-
-
-def pattern_of(*, actual: Tensor, expected: Tensor) -> str:
-    """Return what kind of difference the wrong elements show, in words after "memory holds"; "" if none stands out.
-
-    Looked for, the most telling first: nothing written, one constant, the right values times one factor or times a
-    factor for each block of a row, the right values in another order, values that have nothing to do with them.
-    """
-    a, e = actual.detach().to(torch.float64), expected.reshape(actual.shape).to(torch.float64)
-    rounded = e.to(actual.dtype).to(torch.float64)
-    wrong = a != rounded
-    if int(wrong.sum()) < _FEW or not bool(a.isfinite().all() & e.isfinite().all()):
-        return ""
-    held, due = a[wrong], e[wrong]
-    where = "" if held.numel() * 10 >= 9 * int((e != 0).sum()) else " in part of it"
-    usual = float(held[:: max(1, held.numel() // 4096)].mode().values)
-    if int((held == usual).sum()) * 10 >= 9 * held.numel():
-        what = "zeros" if usual == 0 else f"the constant {usual:.4g}"
-        return f"{what}{where}: never written, or still as it was made"
-    factor = _factor(held, due)
-    if factor is not None:
-        return f"{factor:.4g} times the checkpoint's values{where}: a scale"
-    if _scaled_by_block(a, e):
-        return "the checkpoint's values times another factor in each block: block scales misread or in another order"
-    if a.numel() <= _SORTED and torch.equal(a.flatten().sort().values, rounded.flatten().sort().values):
-        return "the checkpoint's values in another order: a permutation or transposition"
-    likeness = float(held @ due / (held.norm() * due.norm()).clamp(min=1e-300))
-    if likeness > _ROUNDED:
-        off = float((held - due).norm() / due.norm())
-        return f"the checkpoint's values{where}, each off by about {off:.2g}: rounded through a narrower format"
-    return f"values unlike the checkpoint's{where}: another tensor's, or first random ones" if likeness < 0.2 else ""
-
-
-def _factor(held: Tensor, due: Tensor) -> float | None:
-    """Return the one factor between two vectors, if there is one."""
-    factor = float(held @ due / (due @ due).clamp(min=1e-300))
-    left = float((held - factor * due).norm())
-    explains = left <= 0.5 * float((held - due).norm())  # of what was rounded, a factor explains nothing
-    return factor if factor and explains and left <= 0.02 * float(held.norm()) else None
-
-
-def _scaled_by_block(a: Tensor, e: Tensor) -> bool:
-    """Say whether blocks of a row are the expected ones times a factor of their own, which is mostly not 1."""
-    if a.dim() != 2 or a.shape[1] < _BLOCK:
-        return False
-    whole = a.shape[1] - a.shape[1] % _BLOCK
-    a, e = (t[:, :whole].reshape(len(t), -1, _BLOCK) for t in (a, e))
-    factor = (a * e).sum(-1, keepdim=True) / (e * e).sum(-1, keepdim=True).clamp(min=1e-300)
-    close = float((a - factor * e).norm()) <= 0.05 * float(a.norm())
-    return close and float(((factor - 1).abs() > 0.05).double().mean()) > 0.5
 
 
 def _ulps(a: Tensor, b: Tensor) -> Tensor:
