@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -58,9 +60,9 @@ class Checkpoint:
                 f"expected a tensor {name!r} in {self.path}{nearest(name, list(self.tensors)[:2000])}"
             )
         buffer = room((ref.nbytes,), torch.uint8)
-        with (self.path / ref.file).open("rb") as stream:
+        with open_shard(self.path / ref.file) as stream:
             stream.seek(ref.begin)
-            read = stream.readinto(buffer.numpy().data)
+            read = _fill(stream, buffer.numpy().data)
         if read != ref.nbytes:
             raise CheckpointError(
                 f"expected {ref.nbytes} bytes of {name!r} at byte {ref.begin} of {ref.file}, found {read}: the shard "
@@ -104,6 +106,31 @@ class Checkpoint:
         for file, header in self.headers.items():
             state.update(f"\0{file}\0{header.file_bytes}\0".encode() + header.raw)
         return state
+
+
+def open_shard(path: Path) -> BinaryIO:
+    """Open a file of a checkpoint to be read without a buffer of its own.
+
+    Raises:
+        CheckpointError: it is no regular file (a pipe or a device that took its place would never end).
+        OSError: it cannot be opened.
+    """
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise CheckpointError(f"expected a regular file at {path}, found something else; put the shard back")
+    return os.fdopen(number, "rb", buffering=0)
+
+
+def _fill(stream: BinaryIO, view: memoryview) -> int:
+    """Read until the memory is full or the file ends (one call reads 2 GiB at most); return how many bytes came."""
+    done = 0
+    while done < len(view):
+        got = stream.readinto(view[done:])  # type: ignore[attr-defined]
+        if not got:
+            break
+        done += got
+    return done
 
 
 def _product(shape: tuple[int, ...]) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from blake3 import blake3
 from checkpoint.checkpoint_files import write
 
 from harness.checkpoint import decode, logical_tensors, open_checkpoint
-from harness.checkpoint.scan import content_facts, pieces, scan, scan_bytes
+from harness.checkpoint.scan import content_facts, expected_seconds, pieces, scan, scan_bytes, shard
 from harness.checkpoint.scan.manifest import manifest_text
 
 SEED = torch.Generator().manual_seed(5)
@@ -201,7 +204,8 @@ def test_a_second_pass_reads_only_what_changed(tmp_path):
     state.write_text(lines[0] + "\n" + lines[1][:40])
     again = list(scan(open_checkpoint(folder), state=state))
     assert again[0].digests == {"blake3": "taken from the file"}
-    assert again[1] == first[1]
+    assert [s.reused for s in again] == [True, False]
+    assert again[1].statistics == first[1].statistics
     file = folder / first[0].file
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -235,3 +239,100 @@ def test_the_facts_of_a_whole_checkpoint(tmp_path):
     assert facts["digests"][first]["blake3"] == right
     assert facts["suspicions"] == []
     json.dumps(facts, allow_nan=False)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_helpers_change_nothing(kind, tmp_path, monkeypatch):
+    """One file read by one thread alone, and by one whose pieces four others look at, shows the same."""
+    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 1500)
+    tensors, config = FORMATS[kind]
+    checkpoint = open_checkpoint(write(tmp_path, tensors, config=config))
+    alone, helped = (next(iter(scan(checkpoint, workers=workers))) for workers in (1, 4))
+    assert dataclasses.replace(helped, read_at="") == dataclasses.replace(alone, read_at="")
+
+
+def test_a_pipe_in_place_of_a_shard_is_told_at_once(tmp_path):
+    """A pipe would never end: it is refused by its kind, and the other file is read."""
+    checkpoint = open_checkpoint(write(tmp_path, {"a": normal(64, 64)}, {"c": normal(64, 64)}))
+    piped, other = checkpoint.headers
+    (tmp_path / piped).unlink()
+    os.mkfifo(tmp_path / piped)
+    shards = {s.file: s for s in scan(checkpoint)}
+    (problem,) = shards[piped].problems
+    assert problem.kind == "unreadable"
+    assert "regular file" in problem.found
+    assert shards[other].digests
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_disk_that_fails_keeps_what_was_learned(workers, tmp_path, monkeypatch):
+    """An error of the disk in the third tensor names it; the NaN before it, and the first tensors, are known."""
+    tensors = {"a": normal(64, 64), "b": torch.full((64, 64), math.nan), "c": normal(64, 64)}
+    checkpoint = open_checkpoint(write(tmp_path, tensors))
+    bad = checkpoint.tensors["c"].begin
+    opened = shard.open_shard
+
+    class Failing:
+        def __init__(self, stream):
+            self._stream = stream
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self._stream.close()
+
+        def __getattr__(self, name):
+            return getattr(self._stream, name)
+
+        def readinto(self, view):
+            if self._stream.tell() >= bad:
+                raise OSError(errno.EIO, "Input/output error")
+            return self._stream.readinto(view)
+
+    monkeypatch.setattr(shard, "open_shard", lambda path: Failing(opened(path)))
+    (found,) = scan(checkpoint, workers=workers)
+    assert [(p.kind, p.name) for p in found.problems] == [("nonfinite", "b"), ("unreadable", "c")]
+    assert "Input/output error" in found.problems[1].found
+    assert [s.name for s in found.statistics] == ["a", "b"]
+    assert not found.digests
+
+
+def test_a_file_that_is_written_to_meanwhile_has_no_digest(tmp_path, monkeypatch):
+    """A write into what was already read leaves its bytes unknown, and is told."""
+    checkpoint = open_checkpoint(write(tmp_path, {"a": normal(64, 64), "b": normal(64, 64)}))
+    (file,) = checkpoint.headers
+    begin = checkpoint.tensors["a"].begin
+    tensor = shard.Reading.tensor
+
+    def touched(self, ref):
+        tensor(self, ref)
+        with (tmp_path / file).open("r+b") as stream:
+            stream.seek(begin)
+            stream.write(b"\1\2\3\4")
+
+    monkeypatch.setattr(shard.Reading, "tensor", touched)
+    (found,) = scan(checkpoint)
+    assert [p.kind for p in found.problems] == ["unreadable"]
+    assert "written to" in found.problems[0].found
+    assert not found.digests
+
+
+def test_a_matrix_of_zeros_in_a_stack_is_named(tmp_path):
+    """One expert of zeros among others is a warning of its own, with its place."""
+    stack = normal(4, 90, 64)
+    stack[2] = 0
+    (found,) = scan(open_checkpoint(write(tmp_path, {"experts": stack})))
+    (problem,) = found.problems
+    assert (problem.kind, problem.name, problem.severity) == ("all_zero", "experts[2]", "warning")
+    assert problem.offset == found.statistics[2].offset
+
+
+def test_a_pass_takes_about_as_long_as_its_samples_say(tmp_path):
+    """There is an estimate for any readable checkpoint, and none for one whose files are gone."""
+    folder = write(tmp_path, {"a.weight": normal(64, 64)}, {"c.weight": normal(64, 64).half()})
+    checkpoint = open_checkpoint(folder)
+    assert expected_seconds(checkpoint) > 0
+    for file in checkpoint.headers:
+        (folder / file).unlink()
+    assert expected_seconds(checkpoint) == 0

@@ -14,7 +14,7 @@ LAZY = {
     "httpx": {"harness/adapters/server.py", "harness/adapters/smoke.py"},
     "tokenizers": {"harness/adapters/text.py", "harness/adapters/server.py"},
     "jinja2": {"harness/adapters/text.py"},
-    "blake3": {"harness/golden/digest.py", "harness/checkpoint/scan/stream.py"},
+    "blake3": {"harness/golden/digest.py", "harness/checkpoint/scan/shard.py"},
     "tomli": {"harness/mapping/file.py"},
 }
 """What may be imported inside a function, where a port asks for it, and only there."""

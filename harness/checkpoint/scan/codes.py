@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,32 +39,31 @@ class Codes:
     count: int = 0
     reserved: int = 0
     first: int = -1
-    low: int = 0
     high: int = 0
     zeros: int = 0
     negative: int = 0
     least: float = math.inf
     greatest: float = 0.0
 
-    def take(self, data: bytearray) -> None:
+    def take(self, data: memoryview) -> None:
         """Look at the next bytes of the tensor."""
         width, limit = _BITS.get(self.dtype, (8, 0))
         unsigned = np.frombuffer(data, dtype=f"<u{width // 8}")
         if not unsigned.size:
             return
         signed = unsigned.view(f"<i{width // 8}")
-        high, low, top = int(unsigned.max()), int(signed.min()), int(signed.max())
+        high, top = int(unsigned.max()), int(signed.max()) if limit else 0
         if self._is_exponent:
             bad = high == 255
         elif self.dtype in _FNUZ:
-            bad = low == -128
+            bad = int(signed.min()) == -128
         else:
             bad = bool(limit) and (top >= limit or high >= limit + (1 << (width - 1)))
         if bad:
             self._reserve(unsigned, width, limit)
         if self.scale:
-            self._scales(unsigned)
-        self.high = max(self.high, high & ~(1 << (width - 1)) if limit else high, top if limit else 0)
+            self._scales(unsigned, high)
+        self.high = max(self.high, high & ~(1 << (width - 1)) if limit else high, top)
         self.count += unsigned.size
 
     @property
@@ -81,8 +81,10 @@ class Codes:
             self.first = self.count + int(mask.argmax())
         self.reserved += int(mask.sum())
 
-    def _scales(self, unsigned: Any) -> None:
-        """Look at scales as the numbers they are; there are few of them."""
+    def _scales(self, unsigned: Any, high: int) -> None:
+        """Look at scales as the numbers they are; of powers of two, the extremes say everything."""
+        if self._is_exponent and high < 255:
+            unsigned = np.array([unsigned.min(), high], dtype=np.uint8)
         values = _numbers(unsigned, self.dtype, exponent=self._is_exponent)
         values = values[np.isfinite(values)]
         self.zeros += int((values == 0).sum())
@@ -92,17 +94,23 @@ class Codes:
             self.least, self.greatest = min(self.least, float(some.min())), max(self.greatest, float(some.max()))
 
 
+@cache
+def _e4m3() -> Any:
+    codes = np.arange(256)
+    magnitude = codes & 0x7F
+    fine = np.where(
+        magnitude < 8, np.ldexp(magnitude / 8.0, -6), np.ldexp(1 + (magnitude % 8) / 8.0, magnitude // 8 - 7)
+    )
+    return np.where(magnitude == 0x7F, np.nan, np.where(codes >= 0x80, -fine, fine)).astype(np.float32)
+
+
 def _numbers(unsigned: Any, dtype: str, *, exponent: bool) -> Any:
     if exponent:
         return np.where(unsigned == 255, np.nan, np.ldexp(1.0, unsigned.astype(np.int64) - 127))
     if dtype == "BF16":
         return (unsigned.astype(np.uint32) << 16).view(np.float32)
     if dtype == "F8_E4M3":
-        magnitude = (unsigned & 0x7F).astype(np.int64)
-        fine = np.where(
-            magnitude < 8, np.ldexp(magnitude / 8.0, -6), np.ldexp(1 + (magnitude % 8) / 8.0, magnitude // 8 - 7)
-        )
-        return np.where(magnitude == 0x7F, np.nan, np.where(unsigned >= 0x80, -fine, fine))
+        return _e4m3()[unsigned]
     kinds = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
     return unsigned.view(kinds[dtype]) if dtype in kinds else np.zeros(0)
 

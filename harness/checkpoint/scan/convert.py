@@ -29,37 +29,60 @@ class Conversion:
 
 
 class Fp8Blocks:
-    """Counts the blocks of one matrix, fed in pieces of whole blocks of rows."""
+    """Counts the blocks of one matrix: by its scales alone where those lie close together, else by a round trip.
 
-    def __init__(self) -> None:
+    `scale` [rows, I / 32], as bytes. The codes are fed in pieces of rows.
+    """
+
+    def __init__(self, scale: Tensor) -> None:
+        self._scale = as_bytes(scale)
         self._blocks = self._lossy = 0
         self._worst = 0.0
+        self._wide: dict[int, list[int]] = {}
+        self._kept: list[Tensor] = []
+        if scale.numel():
+            self._look()
 
-    def take(self, packed: Tensor, scale: Tensor) -> None:
-        """Look at some rows. Shapes: packed [rows, I / 2] (or [rows, I / 32, 16]), scale [rows, I / 32], as bytes."""
-        codes, scale = as_bytes(packed).reshape(len(packed), -1), as_bytes(scale).reshape(len(packed), -1)
-        if codes.shape[1] * 2 != scale.shape[1] * MX_BLOCK or not codes.numel():
-            return
-        per = COLUMNS // MX_BLOCK
-        used = (codes.reshape(len(codes), -1, MX_BLOCK // 2) & 0x77).amax(dim=-1) > 0
-        exponent = scale.to(torch.int16)
-        high = _blockwise(torch.where(used, exponent, -1), per, -1).amax(dim=(1, 3))
-        low = _blockwise(torch.where(used, exponent, 999), per, 999).amin(dim=(1, 3))
-        self._blocks += int((high >= 0).sum())
+    def _look(self) -> None:
+        """Find the blocks whose scales spread too far for all codes to survive."""
+        per, exponent = COLUMNS // MX_BLOCK, self._scale.to(torch.int16)
+        high = _blockwise(exponent, per, -1).amax(dim=(1, 3))
+        low = _blockwise(exponent, per, 999).amin(dim=(1, 3))
+        self._blocks = high.numel()
         for row, column in ((high - low) > SAFE_SPREAD).nonzero().tolist():
-            self._convert(codes, exponent, row, column, int(high[row, column]))
+            self._wide.setdefault(row, []).append(column)
 
-    def _convert(self, codes: Tensor, exponent: Tensor, row: int, column: int, top: int) -> None:
-        rows = slice(row * ROWS, (row + 1) * ROWS)
-        groups = slice(column * COLUMNS // MX_BLOCK, (column + 1) * COLUMNS // MX_BLOCK)
-        here = exponent[rows, groups].double() - top + TOP
-        bytes_ = codes[rows, groups.start * MX_BLOCK // 2 : groups.stop * MX_BLOCK // 2]
-        values = unpack_e2m1(bytes_).double() * torch.exp2(here).repeat_interleave(MX_BLOCK, dim=1)
-        kept = values.float().to(torch.float8_e4m3fn).double()
-        error = float((kept - values).abs().max() / values.abs().max().clamp(min=1e-300))
-        if error:
-            self._lossy += 1
-            self._worst = max(self._worst, error)
+    def take(self, packed: Tensor, start: int) -> None:
+        """Look at the codes of rows from `start` on, in order. Shape: [rows, I / 2] or [rows, I / 32, 16], as bytes."""
+        if not self._wide:
+            return
+        codes = as_bytes(packed).reshape(len(packed), -1)
+        at = 0
+        while at < len(codes):
+            row, inside = divmod(start + at, ROWS)
+            stop = min(len(codes), at + ROWS - inside)
+            if row in self._wide:
+                self._kept.append(codes[at:stop].clone())
+                if sum(len(k) for k in self._kept) == min(ROWS, len(self._scale) - row * ROWS):
+                    self._convert(torch.cat(self._kept), row)
+                    self._kept = []
+            at = stop
+
+    def _convert(self, codes: Tensor, row: int) -> None:
+        """Convert the doubtful blocks of one row of blocks, and look at what became of their values."""
+        for column in self._wide[row]:
+            groups = slice(column * COLUMNS // MX_BLOCK, (column + 1) * COLUMNS // MX_BLOCK)
+            here = codes[:, groups.start * MX_BLOCK // 2 : groups.stop * MX_BLOCK // 2]
+            used = (here.reshape(len(here), -1, MX_BLOCK // 2) & 0x77).amax(dim=-1) > 0
+            exponent = self._scale[row * ROWS : (row + 1) * ROWS, groups].double()
+            top = float(torch.where(used, exponent, -1.0).max())
+            factor = torch.exp2(torch.where(used, exponent - top + TOP, 0.0))
+            values = unpack_e2m1(here.contiguous()).double() * factor.repeat_interleave(MX_BLOCK, dim=1)
+            kept = values.float().to(torch.float8_e4m3fn).double()
+            error = float((kept - values).abs().max() / values.abs().max().clamp(min=1e-300))
+            if error:
+                self._lossy += 1
+                self._worst = max(self._worst, error)
 
     def result(self, name: str) -> Conversion:
         """Return what was counted."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from harness.checkpoint.decoders import MX_BLOCK, NVFP4_BLOCK
 from harness.checkpoint.formats import Logical
 from harness.checkpoint.header import TensorRef, dtype_bits, torch_dtype
 
-PIECE_ELEMENTS = 1 << 22
-"""Decoded elements of one piece: 16 MiB in float32, and about three times that while it is looked at."""
-PIECE_BYTES = 1 << 23
-"""Bytes of a piece that is not decoded."""
+PIECE_ELEMENTS = 1 << 20
+"""Decoded elements of one piece: 4 MiB in float32. Larger ones leave the caches, smaller ones pay more by operation."""
+PIECE_BYTES = 1 << 19
+"""Bytes of a piece that is not decoded: it is digested and looked at while it is in the cache."""
 SMALL_MATRIX = 1 << 12
 """Elements below which the matrices of a stack (kernels of a convolution) are no matter of their own."""
 MX_FOUR_BIT = frozenset({"mxfp4", "mxfp4_blocks"})
@@ -42,7 +42,7 @@ class Pieces:
     """The pieces of one stored tensor, in the order of the file. `logical` is the weight whose body it is, or None."""
 
     def __init__(self, ref: TensorRef, logical: Logical | None) -> None:
-        self.ref = ref
+        self.ref, self.logical = ref, _by_row(logical)
         self.format = logical.format if logical is not None else ""
         self.block = _block(logical)
         self.zeros_a_word = 32 // int(logical.options.get("bits") or 4) if logical is not None else 8
@@ -60,14 +60,12 @@ class Pieces:
         self.step = self._step(logical, by_rows)
 
     def _step(self, logical: Logical | None, by_rows: bool) -> int:
-        """Return the rows of a piece: as many as fit, in whole blocks."""
+        """Return the rows of a piece: as many as fit."""
         if logical is None:
             return max(1, PIECE_BYTES // max(1, self.row_bytes))
         if not by_rows:
             return max(1, self.rows)
-        aligned = {"fp8_block": self.block[0], "int4_packed": self.zeros_a_word, "mxfp4": 128, "mxfp4_blocks": 128}.get(
-            self.format, 1
-        )
+        aligned = self.zeros_a_word if self.format == "int4_packed" else 1
         elements = max(1, logical.numel // max(1, self.matrices * self.rows))
         return max(1, PIECE_ELEMENTS // elements // aligned) * aligned
 
@@ -79,8 +77,8 @@ class Pieces:
                 stop = min(self.rows, start + self.step)
                 yield Piece(matrix=matrix, start=start, stop=stop, nbytes=(stop - start) * self.row_bytes)
 
-    def parts(self, view: bytearray, piece: Piece, sides: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the stored parts of one piece by role: its codes, and its rows of the scales."""
+    def parts(self, view: memoryview, piece: Piece, sides: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the stored parts of one piece by role, to be decoded as `logical`: its codes, its rows of scales."""
         codes = torch.frombuffer(view, dtype=torch.uint8).view(torch_dtype(self.ref.dtype))
         if self.format not in _BY_ROWS:
             packed = dtype_bits(self.ref.dtype) < 8
@@ -103,8 +101,17 @@ class Pieces:
         if side.numel() % expected:
             return side  # it does not fit, which decoding tells
         grid = side.reshape(self.matrices, -(-self.rows // per), -1)[piece.matrix]
+        if self.format == "fp8_block":
+            return grid.index_select(0, torch.arange(piece.start, piece.stop) // per)
         part = grid[piece.start // per : -(-piece.stop // per)]
         return part if self.format != "fp8_channel" else part.reshape(rows, -1)
+
+
+def _by_row(logical: Logical | None) -> Logical | None:
+    """Return a weight for whose rows scales are given one by one, so that a piece may end anywhere in a block."""
+    if logical is None or logical.format != "fp8_block":
+        return logical
+    return replace(logical, options={**logical.options, "block": (1, logical.options["block"][1])})
 
 
 def _block(logical: Logical | None) -> tuple[int, int]:

@@ -8,6 +8,7 @@ than on the same grid moved by half a block, which sees two or four neighbours a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +28,8 @@ class Statistics:
     """Of one matrix: where it lies, and its values. Non-finite ones are counted and left out of the rest.
 
     `seam` is the log of the ratio of variances on the grid of scales and between, `seam_cells` how many blocks told it
-    (0: none did). `zero_share` of all elements. `likeness` is how alike the columns' sizes of a stretch of
-    rows and of all others are (correlation of logs, the median stretch), `least_likeness` that of the strangest one,
-    `strange_rows` [start, stop).
+    (0: none did). `likeness` is how alike the columns' sizes of a stretch of rows and of all others are (correlation of
+    logs, the median stretch), `least_likeness` that of the strangest one, `strange_rows` [start, stop).
     """
 
     name: str
@@ -41,7 +41,6 @@ class Statistics:
     mean: float
     rms: float
     largest: float
-    zero_share: float
     nonfinite: int
     seam: float
     seam_cells: int
@@ -50,66 +49,121 @@ class Statistics:
     strange_rows: tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What some rows showed: to be added to the profile of their matrix. `columns` by stretch of rows."""
+
+    start: int
+    rows: int
+    elements: int
+    nonfinite: int
+    total: float
+    squares: float
+    largest: float
+    columns: tuple[tuple[int, Tensor], ...]
+    cells: Tensor | None
+
+
 class Profile:
-    """The statistics of one matrix of `rows` rows, fed in pieces of rows.
+    """The statistics of one matrix of `rows` rows, fed in pieces of rows: looked at anywhere, added one by one.
 
     `block`: rows and columns that share a scale, or (0, 0).
     """
 
     def __init__(self, block: tuple[int, int], rows: int) -> None:
         self._block = block
+        self._tall, self._wide = max(1, block[0] // 2), max(1, block[1] // 2)
         self._stretch = max(FEWEST_ROWS, -(-rows // STRETCHES))
         self._energy: dict[int, Tensor] = {}
-        self._elements = self._rows = self._zeros = self._nonfinite = 0
+        self._elements = self._rows = self._nonfinite = 0
         self._sum = self._squares = self._largest = 0.0
-        self._cells: list[Tensor] = []
+        self._cells: Tensor | None = None
 
-    def take(self, values: Tensor) -> None:
-        """Look at some rows. Shape: [rows, columns] or [n]; integers are looked at as numbers."""
+    def look(self, values: Tensor, start: int, scratch: Tensor | None = None) -> Look | None:
+        """Look at rows from `start` on; changes nothing here. `scratch`: memory to be written over, float32.
+
+        Shape: [rows, columns] or [n]; integers are looked at as numbers.
+        """
         v = values.to(torch.float32) if values.dtype is not torch.float64 else values
         if not v.numel():
-            return
+            return None
         v = v.reshape(len(v), -1) if v.dim() else v.reshape(1, 1)
         low, high = (float(x) for x in torch.aminmax(v))
+        nonfinite = 0
         if not (math.isfinite(low) and math.isfinite(high)):
             finite = v.isfinite()
-            self._nonfinite += int((~finite).sum())
+            nonfinite = int((~finite).sum())
             v = torch.where(finite, v, 0.0)
             low, high = (float(x) for x in torch.aminmax(v))
-        squares = v.square()
-        self._elements += v.numel()
-        self._zeros += v.numel() - int(torch.count_nonzero(v))
-        self._sum += float(v.sum(dim=1).double().sum())
-        self._squares += float(squares.sum(dim=1).double().sum())
-        self._largest = max(self._largest, -low, high)
-        shares = squares.div_(squares.sum(dim=1, keepdim=True).clamp(min=torch.finfo(squares.dtype).tiny))
-        if self._block[1] and not (self._block[0] == 1 and self._rows >= SEAM_ROWS):
-            self._cells.append(_cells(shares, self._block))
-        self._columns(shares)
-        self._rows += len(v)
+        usable = scratch is not None and scratch.dtype is v.dtype and scratch.numel() >= v.numel()
+        memory = scratch[: v.numel()].view(v.shape) if scratch is not None and usable else torch.empty_like(v)
+        squares = torch.mul(v, v, out=memory)
+        by_row = squares.sum(dim=1)
+        weight = by_row.clamp(min=torch.finfo(squares.dtype).tiny).reciprocal_()  # no row outweighs the others
+        return Look(
+            start=start, rows=v.shape[0], elements=v.numel(), nonfinite=nonfinite, total=float(v.sum()),
+            squares=float(by_row.sum(dtype=torch.float64)), largest=max(-low, high, 0.0),
+            columns=tuple(self._columns(squares, weight, start)), cells=self._cells_of(squares, weight, start),
+        )  # fmt: skip
 
-    def _columns(self, shares: Tensor) -> None:
-        """Add up each column's share of its rows (so that no row outweighs the others), by stretches of rows."""
-        if shares.shape[1] < FEWEST_CELLS:
-            return
-        at = 0
-        while at < len(shares):
-            place, inside = divmod(self._rows + at, self._stretch)
-            stop = min(len(shares), at + self._stretch - inside)
-            energy = shares[at:stop].sum(dim=0).double()
-            self._energy[place] = self._energy[place] + energy if place in self._energy else energy
+    def _columns(self, squares: Tensor, weight: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
+        """Add up each column's share of its rows, by stretches of rows."""
+        at, rows = 0, squares.shape[0]
+        while squares.shape[1] >= FEWEST_CELLS and at < rows:
+            place, inside = divmod(start + at, self._stretch)
+            stop = min(rows, at + self._stretch - inside)
+            yield place, torch.mv(squares[at:stop].T, weight[at:stop]).double()
             at = stop
+
+    def _cells_of(self, squares: Tensor, weight: Tensor, start: int) -> Tensor | None:
+        """Return each row's energy over halves of blocks, without a partial cell at the edge; None where not wanted."""
+        if not self._block[1] or (self._block[0] == 1 and start >= SEAM_ROWS):
+            return None
+        whole = squares.shape[1] // self._wide
+        cells = squares[:, : whole * self._wide].view(len(squares), whole, self._wide).sum(dim=2)
+        return cells.mul_(weight[:, None]).double()
+
+    def add(self, look: Look | None) -> None:
+        """Add what some rows showed."""
+        if look is None:
+            return
+        self._rows = max(self._rows, look.start + look.rows)
+        self._elements += look.elements
+        self._nonfinite += look.nonfinite
+        self._sum += look.total
+        self._squares += look.squares
+        self._largest = max(self._largest, look.largest)
+        for place, energy in look.columns:
+            self._energy[place] = self._energy[place] + energy if place in self._energy else energy
+        if look.cells is not None:
+            self._add_cells(look.start, look.cells)
+
+    def _add_cells(self, start: int, rows: Tensor) -> None:
+        index = torch.arange(start, start + len(rows)) // self._tall
+        need = int(index[-1]) + 1
+        if self._cells is None or len(self._cells) < need:
+            wider = rows.new_zeros(max(need, 2 * len(self._cells) if self._cells is not None else 0), rows.shape[1])
+            if self._cells is not None:
+                wider[: len(self._cells)] = self._cells
+            self._cells = wider
+        self._cells.index_add_(0, index, rows)
+
+    def _whole_cells(self) -> Tensor:
+        """Return the cells of whole height."""
+        assert self._cells is not None
+        rows = min(self._rows, SEAM_ROWS) if self._block[0] == 1 else self._rows
+        return self._cells[: rows // self._tall]
 
     def result(self, *, name: str, format: str, file: str, offset: int) -> Statistics:
         """Return the statistics of everything that was fed."""
-        seam, cells = _seam(torch.cat(self._cells), self._block) if self._cells else (0.0, 0)
-        usual, least, at = _likeness(list(self._energy.values()))
+        seam, cells = _seam(self._whole_cells(), self._block) if self._cells is not None else (0.0, 0)
+        usual, least, at = _likeness([self._energy[place] for place in sorted(self._energy)])
         strange = (at * self._stretch, min(self._rows, (at + 1) * self._stretch))
         count = max(1, self._elements)
         return Statistics(
             name=name, format=format, file=file, offset=offset, elements=self._elements, rows=self._rows,
             mean=self._sum / count, rms=math.sqrt(self._squares / count), largest=self._largest,
-            zero_share=self._zeros / count, nonfinite=self._nonfinite, seam=seam, seam_cells=cells,
+            nonfinite=self._nonfinite, seam=seam, seam_cells=cells,
             likeness=usual, least_likeness=least, strange_rows=strange,
         )  # fmt: skip
 
@@ -128,15 +182,6 @@ def _likeness(stretches: list[Tensor]) -> tuple[float, float, int]:
     mine, theirs = (x - x.mean(dim=1, keepdim=True) for x in (mine, theirs))
     alike = (mine * theirs).sum(dim=1) / (mine.norm(dim=1) * theirs.norm(dim=1)).clamp(min=1e-300)
     return float(alike.median()), float(alike.min()), int(alike.argmin())
-
-
-def _cells(squares: Tensor, block: tuple[int, int]) -> Tensor:
-    """Sum squares over quarters of blocks (halves where a block is one row), without partial cells at the edges."""
-    tall, wide = max(1, block[0] // 2), max(1, block[1] // 2)
-    if block[0] == 1:
-        squares = squares[:SEAM_ROWS]
-    rows, columns = squares.shape[0] // tall * tall, squares.shape[1] // wide * wide
-    return squares[:rows, :columns].reshape(rows // tall, tall, columns // wide, wide).sum(dim=(1, 3)).double()
 
 
 def _seam(cells: Tensor, block: tuple[int, int]) -> tuple[float, int]:
