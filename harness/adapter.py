@@ -159,6 +159,20 @@ class Operating(Protocol):
         """Return for each operator which implementation is used: custom, compiled or fallback."""
 
 
+@runtime_checkable
+class Streaming(Protocol):
+    """Capability `streamed`: weights pass by instead of staying, and forwards can go along in one pass over them."""
+
+    def beside(self, setup: Setup) -> Adapter:
+        """Return another adapter, not loaded, whose forwards can go along with those of this one."""
+
+    def together(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Do tasks that run adapters of one stream, at most one at a time; return what each gave, or raised."""
+
+    def stream_facts(self) -> Facts:
+        """Return `read_bytes` so far, and `checkpoint_bytes`."""
+
+
 class Rounding(Protocol):
     """What a port declares of its numbers, as functions; given to a reference that is to compute so."""
 
@@ -190,7 +204,7 @@ def capabilities(adapter: Any) -> list[str]:
     table: list[tuple[str, Any]] = [
         ("phases", Phased), ("weights", Weighted), ("chat", Tokenizing), ("serves", Serving),
         ("multi_card", Distributed), ("cache", Caching), ("operators", Operating), ("precision", Roundable),
-        ("compiled", Compiling),
+        ("compiled", Compiling), ("streamed", Streaming),
     ]  # fmt: skip
     off = adapter.scope.off
     return [name for name, protocol in table if isinstance(adapter, protocol) and name not in off]

@@ -23,6 +23,7 @@ from harness.config import Config
 from harness.diagnose import diagnose
 from harness.errors import TraceError, UsageError
 from harness.golden import load_failure, read_manifest
+from harness.passes import passes, record_pass
 from harness.plan import Plan, goldens_folder, out_of_judgement
 from harness.record import Session, is_current, read_trace
 from harness.record import refuse as refuse_run
@@ -204,7 +205,9 @@ class Campaign:
 
     def _record_reference(self, jobs: Sequence[Job], *, keep: bool) -> int:
         done = 0
-        for role, roles in (("oracle", ("oracle",)), ("floor", FLOORS)):
+        one_pass = (("oracle", ("oracle", *FLOORS)),)
+        in_turn = (("oracle", ("oracle",)), ("floor", FLOORS))
+        for role, roles in one_pass if self._streams("reference") else in_turn:
             wanted = Schedule(jobs=tuple(jobs), folders={}).of(*roles)
             wanted.sort(key=lambda j: (j.run.dtype != "", roles.index(j.role)))
             todo = [j for j in wanted if not (keep and is_current(j.folder, j.run, j.setup))]
@@ -238,10 +241,15 @@ class Campaign:
 
     def _record(self, session: Session, role: str, jobs: Sequence[Job]) -> int:
         """Do jobs in order. After a hang or a crash the rest of them is refused: each would cost a time-out again."""
+        if self._streams("accel" if role == "accel" else "reference"):
+            alone, groups = passes(jobs)
+            self._record_passes(session, groups)
+        else:
+            alone = list(jobs)
         broken = ""
-        worldly = [j for j in jobs if j.run.kind in ("collectives", "ranks")]
-        for number, job in enumerate(jobs, start=1):
-            self.display.run_started(job.role, job.run.id if role == "accel" else job.folder.name, number, len(jobs))
+        worldly = [j for j in alone if j.run.kind in ("collectives", "ranks")]
+        for number, job in enumerate(alone, start=1):
+            self.display.run_started(job.role, job.run.id if role == "accel" else job.folder.name, number, len(alone))
             if broken:
                 refuse_run(job.folder, Failure(run=job.run.id, kind="refused", message=f"not run: {broken}"))
                 continue
@@ -254,6 +262,24 @@ class Campaign:
             if failure is not None and failure.kind in ("hang", "crash", "memory"):
                 broken = f"{failure.run} ended in a {failure.kind} at {failure.last_tap or 'an unknown place'}"
         return len(jobs)
+
+    def _streams(self, side: str) -> bool:
+        return "streamed" in self.plan.described[side].get("capabilities", ())
+
+    def _record_passes(self, session: Session, groups: Sequence[Sequence[Job]]) -> None:
+        """Do jobs pass by pass, those of one pass together."""
+        broken = ""
+        for group in groups:
+            for number, job in enumerate(group, start=1):
+                self.display.run_started(job.role, job.run.id, number, len(group))
+                if broken:
+                    refuse_run(job.folder, Failure(run=job.run.id, kind="refused", message=f"not run: {broken}"))
+            if broken:
+                continue
+            failures = record_pass(session, group, lambda job: job.run.dtype or self.plan.context.dtype)
+            for failure in failures:
+                if failure is not None and failure.kind in ("hang", "crash", "memory"):
+                    broken = f"{failure.run} ended in a {failure.kind} at {failure.last_tap or 'an unknown place'}"
 
     def _record_world(self, session: Session, setup: Setup, jobs: Sequence[Job]) -> None:
         """Run every rank of every layout in one world; the single process gives its memory back first."""
@@ -299,7 +325,7 @@ class Campaign:
         status, reason = gate.stage_status(verdicts)
         findings = diagnose(
             gate.breaking(verdicts, measurements), view.trace, floors=FLOORS, info=self.plan.info,
-            modules=_modules(view), reproduce=again,
+            modules=_modules(view), reproduce=again, measured=measurements,
         )  # fmt: skip
         if self.plan.cut is not None:
             findings = [_of_whole(f, self.plan.cut) for f in findings]

@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,29 @@ class Watchdog:
     describe_s: float = 300.0
     load_s: float = 900.0
     run_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A run as a worker is asked for it. `pins`: the trace to replay; `expected`: that of the oracle's answer."""
+
+    run: Run
+    setup: Setup
+    out: Path
+    pins: Path | None = None
+    pin_dtype: str = ""
+    expected: Path | None = None
+
+    def words(self) -> dict[str, Any]:
+        """Return what a worker is told."""
+        return {
+            "run": as_json(self.run),
+            "setup": as_json(self.setup),
+            "out": str(self.out),
+            "pins": str(self.pins) if self.pins else None,
+            "pin_dtype": self.pin_dtype,
+            "expected": str(self.expected) if self.expected else None,
+        }
 
 
 class Session:
@@ -75,31 +99,37 @@ class Session:
         expected: Path | None = None,
     ) -> Failure | None:
         """Do one run; its trace, or its failure, then lies in `out`."""
-        opened = self.open(setup)
-        if isinstance(opened, Failure):
-            failure = Failure(
-                run=run.id,
-                kind=opened.kind,
-                message=f"the port could not be opened: {opened.message}",
-                last_tap=opened.last_tap,
-                stack=opened.stack,
-            )
-        else:
-            words = {
-                "do": "run",
-                "run": as_json(run),
-                "out": str(out),
-                "pins": str(pins) if pins else None,
-                "pin_dtype": pin_dtype,
-                "expected": str(expected) if expected else None,
-                "provenance": self.provenance,
-            }
+        asked = Asked(run=run, setup=setup, out=out, pins=pins, pin_dtype=pin_dtype, expected=expected)
+        failure = _unopened(run, self.open(setup))
+        if failure is None:
+            words = {"do": "run", **asked.words(), "provenance": self.provenance}
             answer = self._ask(words, run.id, self.watchdog.run_s)
-            if not isinstance(answer, Failure):
-                return None
-            failure = answer
-        save_failure(out, failure)
+            failure = answer if isinstance(answer, Failure) else None
+        if failure is not None:
+            save_failure(out, failure)
         return failure
+
+    def run_together(self, asked: Sequence[Asked]) -> list[Failure | None]:
+        """Do runs of a streamed side in one pass. What some of them leave stays, whatever becomes of the others."""
+        for each in asked:
+            shutil.rmtree(each.out, ignore_errors=True)
+        opened = self.open(asked[0].setup)
+        failures = [_unopened(each.run, opened) for each in asked]
+        if not isinstance(opened, Failure):
+            words = {"do": "together", "jobs": [each.words() for each in asked], "provenance": self.provenance}
+            name = f"{asked[0].run.id} and {len(asked) - 1} more"
+            answer = self._ask(words, name, self.watchdog.run_s * len(asked))
+            failures = [self._of_pass(each.run, answer, number) for number, each in enumerate(asked)]
+        for each, failure in zip(asked, failures, strict=True):
+            if failure is not None and not (each.out / "manifest.json").is_file():
+                save_failure(each.out, failure)
+        return failures
+
+    def _of_pass(self, run: Run, answer: dict[str, Any] | Failure, number: int) -> Failure | None:
+        if isinstance(answer, Failure):
+            return replace(answer, run=run.id)
+        reply = answer["replies"][number]
+        return None if reply["ok"] else self._failure(run.id, reply)
 
     @property
     def alive(self) -> bool:
@@ -169,6 +199,9 @@ class Session:
             return dict(reply["facts"])
         if reply["kind"] == "usage":
             raise SpecError(reply["message"])
+        return self._failure(run, reply)
+
+    def _failure(self, run: str, reply: Mapping[str, Any]) -> Failure:
         message = _with_place(reply["message"], reply["stack"])
         return Failure(run=run, kind=reply["kind"], message=message, last_tap=self._last_words(), stack=reply["stack"])
 
@@ -230,6 +263,13 @@ def close_all(sessions: Iterable[Session]) -> None:
         session.hang_up()
     for session in ending:
         session.close()
+
+
+def _unopened(run: Run, opened: dict[str, Any] | Failure) -> Failure | None:
+    """Return why a run could not be done: its side could not be opened."""
+    if not isinstance(opened, Failure):
+        return None
+    return replace(opened, run=run.id, message=f"the port could not be opened: {opened.message}")
 
 
 def _with_place(message: str, stack: str) -> str:

@@ -79,7 +79,8 @@ class TraceRecorder:
     Values are recorded as the port computed them, before they are overwritten; what is not recorded is not overwritten,
     or its error would be seen by nobody. Calls over consecutive token spans are
     joined along the token axis, so a phased run compares with a whole prefill. A value that is the very tensor handed
-    out before (an input that is the previous unit's output) says nothing new and is not recorded.
+    out before (an input that is the previous unit's output) says nothing new and is not recorded. `copied` makes the
+    copy that is kept, where it shall not lie in memory.
     """
 
     def __init__(
@@ -90,8 +91,10 @@ class TraceRecorder:
         beat: Callable[[str], None] | None = None,
         oracle: bool = False,
         statistics: bool = False,
+        copied: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.pins, self.keep, self.beat = pins, tuple(keep), beat
+        self._copied = copied or _copied
         self.wants_parts = oracle and pins is not None and pins.level >= 3
         self.start, self.stop = 0, 0
         self.taps: dict[str, Tap] = {}
@@ -196,7 +199,7 @@ class TraceRecorder:
             self._told.setdefault(tap, []).append((self.stop, statistics_of(tensor)))
             if not self.keep or not tapnames.matches(tap, self.keep):
                 return
-        self._parts.setdefault(tap, []).append((self.stop, tensor.detach().to("cpu", copy=True).contiguous()))
+        self._parts.setdefault(tap, []).append((self.stop, self._copied(tensor)))
 
     def _by_head(self, tap: str, rows: int) -> bool:
         """Say whether rows of a matrix are tokens times heads: by an earlier call, else by their number."""
@@ -249,6 +252,10 @@ class TraceRecorder:
             tap = self.taps[name]
             joined[name] = parts[0][1] if len(parts) == 1 else _joined(parts, tap)
         return joined
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def version_of(tensor: Tensor) -> int:

@@ -25,13 +25,17 @@ from harness.types import Facts, Run, Setup, Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """An opened adapter and what its runs may need: where the checkpoint is, what loading observed, whom to tell."""
+    """An opened adapter and what its runs may need: where the checkpoint is, what loading observed, whom to tell.
+
+    `copied` makes the copies that a recorder keeps, where they shall not lie in memory.
+    """
 
     adapter: Adapter
     setup: Setup
     checkpoint: Path
     load_facts: Facts
     beat: Callable[[str], None]
+    copied: Callable[[Tensor], Tensor] | None = None
 
 
 def execute(bench: Bench, run: Run, *, pins: Pins | None, expected: Trace | None) -> Trace:
@@ -58,8 +62,9 @@ def execute(bench: Bench, run: Run, *, pins: Pins | None, expected: Trace | None
         raise PortError(f"expected a run of kind {', '.join(sorted(kinds))}, found {run.kind!r} in {run.id}")
     statistics = bool(run.options.get("statistics"))
     recorder = TraceRecorder(
-        pins=pins, keep=run.taps, beat=bench.beat, oracle=bench.setup.role == "oracle", statistics=statistics
-    )
+        pins=pins, keep=run.taps, beat=bench.beat, oracle=bench.setup.role == "oracle", statistics=statistics,
+        copied=bench.copied,
+    )  # fmt: skip
     if isinstance(rounds := getattr(bench.adapter, "rounding", None), Rounds):
         rounds.jitter = run.jitter
     torch.manual_seed(run.case.seed if run.case else 0)

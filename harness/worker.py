@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    side = Side(_beat(folder / "beat"))
+    side = Side(_beat(folder / "beat"), folder)
     for line in sys.stdin:
         request = json.loads(line)
         reply = side.answer(request)
@@ -57,34 +57,22 @@ def _beat(path: Path) -> Callable[[str], None]:
 class Side:
     """The adapter of this process, if one is open."""
 
-    def __init__(self, beat: Callable[[str], None]) -> None:
-        self.beat = beat
+    def __init__(self, beat: Callable[[str], None], folder: Path = Path()) -> None:
+        self.beat, self.folder = beat, folder
         self.adapter: Any = None
         self.bench: Any = None
+        self.benches: list[Any] = []
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do what a request asks and return the reply; whatever the port raises becomes part of the reply."""
-        from harness.errors import TraceError, UsageError
-
         actions: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-            "describe": self.describe, "open": self.open, "run": self.run, "close": lambda _: self.close(),
+            "describe": self.describe, "open": self.open, "run": self.run, "together": self.together,
+            "close": lambda _: self.close(),
         }  # fmt: skip
         try:
             return {"ok": True, "facts": actions[request["do"]](request)}
-        except UsageError as error:
-            return {"ok": False, "kind": "usage", "message": str(error), "stack": ""}
-        except TraceError as error:  # a golden to replay from; not the port's doing
-            return {"ok": False, "kind": "refused", "message": f"nothing to replay: {error}", "stack": ""}
-        except MemoryError as error:
-            return {"ok": False, "kind": "memory", "message": repr(error), "stack": traceback.format_exc()}
         except Exception as error:  # the side under test may raise anything; it becomes ERROR evidence
-            kind = "memory" if type(error).__name__ == "OutOfMemoryError" else "raised"
-            return {
-                "ok": False,
-                "kind": kind,
-                "message": f"{type(error).__name__}: {error}",
-                "stack": traceback.format_exc(),
-            }
+            return _refusal(error)
 
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Open the adapter without loading weights, and say what it claims."""
@@ -119,6 +107,7 @@ class Side:
 
     def open(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Open the adapter and load the weights."""
+        from harness.adapter import capabilities
         from harness.runs import Bench, opened
         from harness.types import as_json
 
@@ -131,11 +120,13 @@ class Side:
             checkpoint=Path(request["checkpoint"]),
             load_facts=facts,
             beat=self.beat,
+            copied=self._spool() if "streamed" in capabilities(self.adapter) else None,
         )
+        self.benches = [self.bench]
         return dict(as_json(facts))
 
-    def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Do one run and write its trace."""
+    def run(self, request: Mapping[str, Any], bench: Any = None) -> dict[str, Any]:
+        """Do one run and write its trace; of another adapter than the opened one where a bench is given."""
         from harness.golden import save_trace
         from harness.runs import execute
         from harness.types import Run, from_json
@@ -143,9 +134,44 @@ class Side:
         run = from_json(Run, request["run"])
         self.beat(f"{run.id} starting")
         expected = self._source(request.get("expected"))
-        trace = execute(self.bench, run, pins=self._pins(request, run), expected=expected)
+        trace = execute(bench or self.bench, run, pins=self._pins(request, run), expected=expected)
         save_trace(Path(request["out"]), replace(trace, provenance={**request.get("provenance", {}), **made()}))
         return {"wall_s": trace.facts["wall_s"], "taps": len(trace.tensors)}
+
+    def together(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Do runs in one pass over the weights, each with an adapter of its own; return a reply for each."""
+        from functools import partial
+
+        import torch
+
+        def task(job: Mapping[str, Any], bench: Any) -> dict[str, Any]:
+            torch.set_num_threads(bench.setup.threads)  # a thread begins with those of the system
+            return self.run(job, bench)
+
+        jobs, free = [{**job, "provenance": request.get("provenance", {})} for job in request["jobs"]], [*self.benches]
+        tasks = [partial(task, job, self._bench(job["setup"], free)) for job in jobs]
+        found = self.adapter.together(tasks)
+        return {"replies": [_refusal(f) if isinstance(f, Exception) else {"ok": True, "facts": f} for f in found]}
+
+    def _bench(self, words: Mapping[str, Any], free: list[Any]) -> Any:
+        """Return a bench in a setup that no other run of this pass has; a new one where there is none."""
+        from harness.runs import opened
+        from harness.types import Setup, from_json
+
+        setup = from_json(Setup, words)
+        found = next((bench for bench in free if bench.setup == setup), None)
+        if found is not None:
+            free.remove(found)
+            return found
+        adapter = self.adapter.beside(setup)
+        facts = opened(adapter, self.bench.checkpoint, setup)
+        self.benches.append(replace(self.bench, adapter=adapter, setup=setup, load_facts=facts, copied=self._spool()))
+        return self.benches[-1]
+
+    def _spool(self) -> Callable[[Any], Any]:
+        from harness.golden import Spool
+
+        return Spool(self.folder).keep
 
     def _source(self, folder: str | None) -> Any:
         """Open a trace to replay from; the last one stays open, since runs come in groups."""
@@ -172,10 +198,36 @@ class Side:
 
     def close(self) -> dict[str, Any]:
         """Close the adapter."""
+        for bench in self.benches[1:]:
+            bench.adapter.close()
         if self.adapter is not None:
+            self._tell_stream()
             self.adapter.close()
         self.adapter = self.bench = None
+        self.benches = []
         return {}
+
+    def _tell_stream(self) -> None:
+        """Leave in the log how much a streamed side read in all."""
+        if hasattr(self.adapter, "stream_facts"):
+            facts = self.adapter.stream_facts()
+            times = facts["read_bytes"] / max(1, facts["checkpoint_bytes"])
+            print(f"streamed {facts['read_bytes']} bytes, {times:.2f} times the checkpoint", flush=True)
+
+
+def _refusal(error: Exception) -> dict[str, Any]:
+    """Return the reply for what a request raised."""
+    from harness.errors import TraceError, UsageError
+
+    stack = "".join(traceback.format_exception(error))
+    if isinstance(error, UsageError):
+        return {"ok": False, "kind": "usage", "message": str(error), "stack": ""}
+    if isinstance(error, TraceError):  # a golden to replay from; not the port's doing
+        return {"ok": False, "kind": "refused", "message": f"nothing to replay: {error}", "stack": ""}
+    if isinstance(error, MemoryError):
+        return {"ok": False, "kind": "memory", "message": repr(error), "stack": stack}
+    kind = "memory" if type(error).__name__ == "OutOfMemoryError" else "raised"
+    return {"ok": False, "kind": kind, "message": f"{type(error).__name__}: {error}", "stack": stack}
 
 
 def made() -> dict[str, str]:

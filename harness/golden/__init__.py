@@ -2,6 +2,7 @@
 
 from harness.golden.carried import Carried, checkpoint_digest, choose_carried, load_carried, save_carried
 from harness.golden.ranks import load_recordings, merge_ranks
+from harness.golden.spool import Spool
 from harness.golden.store import (
     FORMAT,
     LazyTensors,
@@ -16,6 +17,7 @@ __all__ = [
     "FORMAT",
     "Carried",
     "LazyTensors",
+    "Spool",
     "checkpoint_digest",
     "choose_carried",
     "load_carried",

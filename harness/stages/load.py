@@ -111,9 +111,14 @@ def _headers(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
 
 
 def _memory(run: Run, trace: Trace) -> Measurement:
-    """Hold the peak of the load against the plan made from headers: a port does not set its own limit."""
+    """Hold the peak of the load against the plan made from headers: a port does not set its own limit.
+
+    One that says that its weights pass through a window is held to the plan of that window, which is the smaller one.
+    """
     peak = trace.facts.get("peak_bytes")
     planned = trace.facts["checkpoint"].get("planned_bytes", {}).get(trace.setup.dtype)
+    window = trace.facts.get("window_bytes")
+    planned = min(planned, window) if planned and isinstance(window, int) and window > 0 else planned
     detail = {"peak_bytes": peak, "planned_bytes": planned, "ports_own_plan_bytes": trace.facts.get("planned_bytes")}
     if peak is None or not planned:
         message = f"expected the peak of the load and a plan for {trace.setup.dtype}, found {peak} and {planned} bytes"

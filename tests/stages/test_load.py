@@ -452,6 +452,18 @@ def test_too_much_memory_is_found(folder, actual, expected):
     assert judged(traces(folder, actual, expected, peak=2 * planned))[1] == {"load.memory"}
 
 
+@pytest.mark.parametrize(
+    ("window", "peak", "bad"), [(0.25, 0.5, {"load.memory"}), (0.5, 0.5, set()), (9, 2, {"load.memory"})]
+)
+def test_a_streamed_side_is_held_to_its_window(folder, actual, expected, window, peak, bad):
+    """A side that says its weights pass through a window has the plan of that window; it cannot loosen the headers'."""
+    planned = checkpoint_facts(folder)["planned_bytes"]["bfloat16"]
+    found = traces(folder, actual, expected, peak=int(peak * planned))
+    streamed = {**found["accel", load.LOAD].facts, "window_bytes": int(window * planned)}
+    found["accel", load.LOAD] = dataclasses.replace(found["accel", load.LOAD], facts=streamed)
+    assert judged(found)[1] == bad
+
+
 def test_a_load_that_did_not_end_is_an_error(folder, actual, expected, tmp_path):
     """A crash during the load is an ERROR of all that needs the port; the checkpoint's own headers are judged still."""
     found = traces(folder, actual, expected)
