@@ -234,7 +234,7 @@ def _weights(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | 
     tables = getattr(bench.adapter, "tables", tuple)
     declared = parse_precision({**bench.adapter.scope.precision, **bench.setup.precision})
     return {
-        "audit": audit_facts(bench.checkpoint, told(), bench.setup.dtype, declared),
+        "audit": audit_facts(bench.checkpoint, told, bench.setup.dtype, declared),
         "tables": {name: [float(x) for x in table.flatten()] for name, table in tables()},
     }
 

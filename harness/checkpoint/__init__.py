@@ -1,7 +1,8 @@
 """Checkpoints at rest: containers, formats, decoders, the audit of weights, memory plans. Must not know model code."""
 
-from harness.checkpoint.audit import WeightFact, audit_weights
+from harness.checkpoint.audit import audit_weights
 from harness.checkpoint.container import Checkpoint, open_checkpoint
+from harness.checkpoint.fact import WeightFact
 from harness.checkpoint.facts import audit_facts, checkpoint_facts
 from harness.checkpoint.formats import Logical, decode, format_problems, logical_tensors
 from harness.checkpoint.header import Problem, TensorRef

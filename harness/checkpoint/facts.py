@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from harness.adapter import Weight
-from harness.checkpoint.audit import audit_weights, is_head
+from harness.checkpoint.audit import Weights, audit_weights
 from harness.checkpoint.container import Checkpoint, open_checkpoint
 from harness.checkpoint.formats import format_problems, logical_tensors
 from harness.checkpoint.header import Problem
 from harness.checkpoint.plan import planned_bytes
 from harness.checkpoint.problems import promise_problems
+from harness.checkpoint.summary import is_head
 from harness.errors import CheckpointError
 from harness.precision.scheme import Precision
 from harness.types import as_json
@@ -52,7 +51,7 @@ def _counts(problem: Problem) -> bool:
 
 
 def audit_facts(
-    path: Path | str, weights: Iterable[Weight], dtype: torch.dtype | str, declared: Precision | None = None
+    path: Path | str, weights: Weights, dtype: torch.dtype | str, declared: Precision | None = None
 ) -> dict[str, Any]:
     """Audit the weights that a port holds against the checkpoint at `path` (see `audit.audit_weights`).
 

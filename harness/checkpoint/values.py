@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +21,16 @@ class Difference:
     """How a held tensor differs from the expected one. `how`: same, reshape, permute(...), padded or shape.
 
     `max_ulp` and `worst` (index in the held tensor) describe the element that is furthest off, in units of the last
-    place of the held dtype; `relative_error` is ||held - expected|| / ||expected||.
+    place of the held dtype; `first` is the index in the held tensor of the first wrong one in the file's order, and
+    `first_flat` its number among the expected ones. `relative_error` is ||held - expected|| / ||expected||.
     """
 
     how: str
     mismatches: int
     max_ulp: float = 0.0
     worst: tuple[int, ...] = ()
+    first: tuple[int, ...] = ()
+    first_flat: int = 0
     expected: float = 0.0
     found: float = 0.0
     relative_error: float = 0.0
@@ -35,34 +40,66 @@ class Difference:
 def difference(*, actual: Tensor, expected: Tensor, slack_roundings: int = 0) -> Difference:
     """Compare a held tensor with the decoded one, rounded to the held dtype. NaN never equals.
 
-    A tensor whose shape or axis order differs is accepted as such only where it is exactly equal after reshaping or
-    after one permutation of the axes. `slack_roundings`: how many float32 roundings the order of multiplications leaves
-    free (two for a format with two scales).
+    A tensor whose shape or axis order differs is taken in the order of axes in which it is equal, else in the one that
+    its shape asks for. `slack_roundings`: how many float32 roundings the order of multiplications leaves free (two for
+    a format with two scales).
     """
     if actual.numel() != expected.numel():
         return _padded(actual, expected)
     same_shape = actual.shape == expected.shape
-    first = _elementwise(
-        actual, expected.reshape(actual.shape), slack_roundings, how="same" if same_shape else "reshape"
-    )
+    plain = "same" if same_shape else "reshape"
+    first = _elementwise(actual, expected, slack_roundings, how=plain)
     if first.mismatches * 2 <= actual.numel():
         return first
+    fitting = []
     for axes in itertools.permutations(range(expected.dim())) if 2 <= expected.dim() <= 4 else ():
         if axes == tuple(range(expected.dim())):
             continue
-        turned = expected.permute(axes)
-        plausible = turned.shape == actual.shape or not same_shape
-        if plausible and _probe_equal(actual, turned, slack_roundings):
-            found = _elementwise(actual, turned.reshape(actual.shape), slack_roundings, how=f"permute{axes}")
-            if found.mismatches == 0:
+        turned, how = expected.permute(axes), f"permute{axes}"
+        if turned.shape != actual.shape and same_shape:
+            continue
+        if turned.shape == actual.shape:
+            fitting.append(how)
+        if _probe_equal(actual, turned, slack_roundings):
+            found = _elementwise(actual, expected, slack_roundings, how=how)
+            if found.mismatches * 2 <= actual.numel():
                 return found
+    if not same_shape and len(fitting) == 1:
+        return _elementwise(actual, expected, slack_roundings, how=fitting[0])
     return first
 
 
+def in_source_shape(actual: Tensor, shape: Sequence[int], how: str) -> Tensor:
+    """Return a held tensor in the shape and order of axes of its source, as `difference` found it to lie."""
+    axes = _axes(how)
+    if not axes:
+        return actual.reshape(tuple(shape))
+    turned = actual.reshape([shape[a] for a in axes])
+    return turned.permute([axes.index(i) for i in range(len(axes))])
+
+
+def _axes(how: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", how)) if how.startswith("permute") else ()
+
+
+def _held_index(flat: int, actual: Tensor, expected: Tensor, how: str) -> tuple[int, ...]:
+    """Return where the element that is number `flat` of the expected ones stands in the held tensor."""
+    axes = _axes(how)
+    if axes:
+        at = torch.unravel_index(torch.tensor(flat), expected.shape)
+        strides, flat = 1, 0
+        for axis in reversed(axes):
+            flat += int(at[axis]) * strides
+            strides *= expected.shape[axis]
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), actual.shape)) if actual.dim() else ()
+
+
 def _probe_equal(actual: Tensor, expected: Tensor, slack: int) -> bool:
-    """Compare a few leading elements before the whole is permuted."""
-    probe = expected.reshape(-1)[:_PROBE] if expected.is_contiguous() else expected.flatten()[:_PROBE]
-    return _elementwise(actual.flatten()[:_PROBE], probe, slack, how="same").mismatches == 0
+    """Compare some elements spread over the whole before all of it is permuted: more than half are equal."""
+    at = torch.linspace(0, actual.numel() - 1, min(_PROBE, actual.numel())).long()
+    places = torch.unravel_index(at, expected.shape)
+    held = actual[torch.unravel_index(at, actual.shape)] if actual.dim() else actual.reshape(1)
+    return _elementwise(held, expected[places], slack, how="same").mismatches * 2 < len(at)
 
 
 def _padded(actual: Tensor, expected: Tensor) -> Difference:
@@ -77,27 +114,18 @@ def _padded(actual: Tensor, expected: Tensor) -> Difference:
 
 
 def _elementwise(actual: Tensor, expected: Tensor, slack: int, *, how: str) -> Difference:
-    if not actual.is_floating_point() or not expected.is_floating_point():
-        wrong = (
-            actual != expected.to(actual.dtype)
-            if not expected.is_floating_point()
-            else actual.to(expected.dtype) != expected
-        )
-        return Difference(how=how, mismatches=int(wrong.sum()))
-    small = actual.element_size() == 1  # these have no comparison of their own
-    held = actual.to(torch.float32) if small else actual
-    rounded = expected.to(actual.dtype).to(held.dtype)
-    if torch.equal(held, rounded):  # NaN is unequal here too
+    """Compare in the source's shape; indices are those of the held tensor."""
+    value = actual if how == "padded" else in_source_shape(actual, expected.shape, how)
+    wrong, rounded = _wrong(value, expected, slack)
+    count = int(wrong.sum()) if wrong is not None else 0
+    if wrong is None or not count:
         return Difference(how=how, mismatches=0)
-    wrong = held != rounded
-    count = int(wrong.sum())
-    if count and slack:
-        margin = expected.abs() * (slack * torch.finfo(torch.float32).eps)
-        low, high = (expected - margin).to(held.dtype), (expected + margin).to(held.dtype)
-        wrong &= ~((held >= low) & (held <= high))
-        count = int(wrong.sum())
-    if not count:
-        return Difference(how=how, mismatches=0)
+    first = int(wrong.flatten().int().argmax())
+    there = _held_index(first, actual, expected, how)
+    if not value.is_floating_point() or not expected.is_floating_point():
+        return Difference(how=how, mismatches=count, worst=there, first=there, first_flat=first)
+    small = value.element_size() == 1
+    held = value.to(torch.float32) if small else value
     apart = _ulps(held, rounded) if not small else (held - rounded).abs().to(torch.float64)
     apart = torch.where(wrong, apart.nan_to_num(nan=float("inf"), posinf=float("inf")), torch.full_like(apart, -1.0))
     at = int(apart.argmax())
@@ -106,11 +134,31 @@ def _elementwise(actual: Tensor, expected: Tensor, slack: int, *, how: str) -> D
         how=how,
         mismatches=count,
         max_ulp=float(apart.flatten()[at]),
-        worst=tuple(int(i) for i in torch.unravel_index(torch.tensor(at), held.shape)),
+        worst=_held_index(at, actual, expected, how),
+        first=there,
+        first_flat=first,
         expected=float(rounded.flatten()[at]),
         found=float(held.flatten()[at]),
         relative_error=float(wide),
     )
+
+
+def _wrong(value: Tensor, expected: Tensor, slack: int) -> tuple[Tensor | None, Tensor]:
+    """Return which elements differ, None for none, and the expected ones rounded as memory holds them."""
+    if not value.is_floating_point() or not expected.is_floating_point():
+        narrow = not expected.is_floating_point()
+        return value != expected.to(value.dtype) if narrow else value.to(expected.dtype) != expected, expected
+    small = value.element_size() == 1  # these have no comparison of their own
+    held = value.to(torch.float32) if small else value
+    rounded = expected.to(value.dtype).to(held.dtype)
+    if torch.equal(held, rounded):  # NaN is unequal here too
+        return None, rounded
+    wrong = held != rounded
+    if slack and bool(wrong.any()):
+        margin = expected.abs() * (slack * torch.finfo(torch.float32).eps)
+        low, high = (expected - margin).to(held.dtype), (expected + margin).to(held.dtype)
+        wrong &= ~((held >= low) & (held <= high))
+    return wrong, rounded
 
 
 def _ulps(a: Tensor, b: Tensor) -> Tensor:

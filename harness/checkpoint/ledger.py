@@ -1,0 +1,41 @@
+"""What one audit knows so far: facts of weights, tensors used, what is still looked for. Knows no rule of judgement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from harness.checkpoint.container import Checkpoint
+from harness.checkpoint.content import Pending
+from harness.checkpoint.fact import WeightFact
+from harness.checkpoint.formats import Logical
+from harness.checkpoint.gaps import Due
+from harness.checkpoint.near import Near
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The state of one pass over the weights."""
+
+    checkpoint: Checkpoint
+    logicals: dict[str, Logical]
+    suffixes: dict[str, str | None]
+    owners: dict[str, str]
+    float32_is_rare: bool
+    near: Near | None = None
+    facts: list[WeightFact] = field(default_factory=list)
+    pending: list[tuple[int, Pending]] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    raw_used: set[str] = field(default_factory=set)
+    errors: dict[str, str] = field(default_factory=dict)
+    guesses: dict[str, str] = field(default_factory=dict)
+    """For a weight that differs from the one tensor whose name ends as its own does: that tensor."""
+    dues: dict[int, list[Due]] = field(default_factory=dict)
+    """By the number of a fact: rows of tensors that belong where no row of the checkpoint is."""
+
+    def parts(self, logical: Logical) -> dict[str, Tensor] | None:
+        """Read a quantised weight as it is stored, by role; None for one that is stored as it is."""
+        if not logical.quantised:
+            return None
+        return {role: self.checkpoint.read(name) for role, name in logical.parts.items()}

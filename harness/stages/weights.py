@@ -1,0 +1,249 @@
+"""What an audit of weights shows, as measurements of the load stage. Knows facts; must not know limits or files.
+
+Values are held against an independent decoder, weight by weight; the order in which rows were put together against the
+order that the reference used for the parameter of the same name. Where nothing can vouch for an order, it is said so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from harness.precision.scheme import Precision
+from harness.stages import measured
+from harness.stages.orders import canonical, layerless, order_words, sources, template
+from harness.types import Measurement, Run
+
+NAME = "load"
+WEIGHT_METRICS = (
+    "unused_tensors",
+    "unfilled_parameters",
+    "weight_mismatches",
+    "provenance_mismatches",
+    "nonfinite_weights",
+    "untied_heads",
+    "lossy_weight_rel_rms_error",
+    "narrowed_parameters",
+    "unchecked_orders",
+    "undeclared_precision_share",
+)
+_TOLD = (
+    "shape", "dtype", "match", "source", "file", "offset", "first", "max_ulp", "worst", "expected", "found", "pattern",
+)  # fmt: skip
+"""What a measurement keeps of a fact."""
+
+
+def or_none_found(run: Run, metric: str, found: Sequence[Measurement], n: int, **detail: Any) -> list[Measurement]:
+    """Return what was found, or one measurement of 0 over all n that were looked at."""
+    return list(found) or [measured(NAME, run, metric, 0.0, "all", n=n, detail=detail)]
+
+
+def weights_of(
+    run: Run, actual: Mapping[str, Any], expected: Mapping[str, Any] | None, *, image: bool, beside: Precision
+) -> list[Measurement]:
+    """Measure every weight that an audit tells of, `expected` being the reference's audit, if it shows its weights."""
+    weights: list[Mapping[str, Any]] = actual["weights"]
+    if not weights:
+        message = "expected the port to show its weights, found none"
+        return [
+            measured(NAME, run, m, None, "*", problem="empty", detail={"message": message}) for m in WEIGHT_METRICS
+        ]  # fmt: skip
+    reference = _Reference(expected, weights)
+    found: dict[str, list[Measurement]] = {m: [] for m in WEIGHT_METRICS}
+    for order, weight in enumerate(weights):
+        for m in _one_weight(run, weight, reference, order):
+            found[m.metric].append(m)
+    due = {w["due"]: order for order, w in enumerate(weights) if w["due"]}
+    for m in (
+        *_unused(run, actual, reference, due, image=image),
+        *_named(run, "untied_heads", actual["untied"], _UNTIED),
+    ):
+        found[m.metric].append(m)
+    for name, message in actual["errors"].items():
+        value = measured(NAME, run, "weight_mismatches", None, name, problem="error", detail={"message": message})
+        found["weight_mismatches"].append(value)
+    for name in actual["unfilled"]:
+        order = next((i for i, w in enumerate(weights) if w["name"] == name), 0)
+        if not reference.vouches(weights[order]):
+            message = _unfilled_words(weights[order])
+            value = measured(NAME, run, "unfilled_parameters", 1.0, name, order=order, detail={"message": message})
+            found["unfilled_parameters"].append(value)
+    found["undeclared_precision_share"].append(_precision(run, weights, declared=actual["dtype"], beside=beside))
+    looked_at = {"unused_tensors": actual["logical"], "weight_mismatches": actual["elements"]}
+    detail = {"outside": actual["outside"], "vouched_by_reference_only": reference.vouched}
+    return [
+        m
+        for metric in WEIGHT_METRICS
+        for m in or_none_found(run, metric, found[metric], max(1, looked_at.get(metric, len(weights))), **detail)
+    ]
+
+
+def _precision(run: Run, weights: Sequence[Mapping[str, Any]], *, declared: str, beside: Precision) -> Measurement:
+    """Measure which share of the elements is held in another of the common precisions than the declared one.
+
+    What is in a declared format of its own is shown multiplied out, in whatever dtype, and is left out here.
+    """
+    held: Counter[str] = Counter()
+    for weight in weights:
+        if beside.weights is not None and not beside.keeps(weight["name"]) and len(weight["shape"]) > 1:
+            continue
+        held[weight["dtype"]] += math.prod(weight["shape"])
+    common = {d: n for d, n in held.items() if d in ("float64", "float32", "bfloat16", "float16")}
+    total = sum(common.values())
+    share = 1 - common.get(declared, 0) / total if total else 0.0
+    words = ", ".join(f"{n / max(1, held.total()):.0%} {dtype}" for dtype, n in held.most_common())
+    return measured(
+        NAME, run, "undeclared_precision_share", share, "all", n=max(1, total),
+        detail={"message": f"declared {declared}, held: {words}"},
+    )  # fmt: skip
+
+
+_UNTIED = "the configuration ties the output head to the embedding, but memory holds something else here"
+
+
+def _named(run: Run, metric: str, names: Sequence[str], why: str) -> Iterator[Measurement]:
+    for name in names:
+        yield measured(NAME, run, metric, 1.0, name, detail={"message": f"{name}: {why}"})
+
+
+class _Reference:
+    """What can vouch for a parameter: the reference's audit (none if it shows no weights), the port's own layers."""
+
+    def __init__(self, audit: Mapping[str, Any] | None, port: Sequence[Mapping[str, Any]]) -> None:
+        weights: Sequence[Mapping[str, Any]] = audit["weights"] if audit else ()
+        self._by_name = {w["name"]: w for w in weights}
+        self._by_source = {w["source"]: w for w in weights if w["source"] and w["match"] == "named"}
+        self.partial: Mapping[str, Any] = audit["partial"] if audit else {}
+        self.vouched: list[str] = []
+        self._peers: dict[str, Counter[str]] = defaultdict(Counter)
+        for w in port:
+            if w["match"] == "content" and not w["unmatched"]:
+                self._peers[template(w["name"])][layerless(w["order"])] += 1
+
+    def odd_one_out(self, weight: Mapping[str, Any]) -> bool:
+        """Say whether most layers of the port put this parameter together in one way, and this layer in another."""
+        peers = self._peers[template(weight["name"])]
+        usual, count = peers.most_common(1)[0] if peers else ("", 0)
+        return count >= 2 and 2 * count > peers.total() and layerless(weight["order"]) != usual
+
+    def of(self, weight: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the reference's parameter of the same name, else the one of the same checkpoint tensor."""
+        return self._by_name.get(weight["name"]) or (
+            self._by_source.get(weight["source"]) if weight["source"] else None
+        )
+
+    def vouches(self, weight: Mapping[str, Any]) -> bool:
+        """Say whether the reference holds the very same values where the checkpoint explains neither.
+
+        A loader may compute with what it reads; both sides are then equal to each other, and that is noted.
+        """
+        other = self._by_name.get(weight["name"])
+        digest = weight["digests"].get(weight["dtype"])
+        same = other is not None and digest is not None and other["digests"].get(weight["dtype"]) == digest
+        if same and weight["name"] not in self.vouched:
+            self.vouched.append(weight["name"])
+        return same
+
+
+def _one_weight(run: Run, w: Mapping[str, Any], reference: _Reference, order: int) -> Iterator[Measurement]:
+    def one(metric: str, value: float, message: str) -> Measurement:
+        detail = {k: w[k] for k in _TOLD}
+        detail |= {"message": f"{w['name']}: {message}", "order": w["order"][:400]}
+        return measured(NAME, run, metric, value, w["name"], order=order, detail=detail)
+
+    if w["nonfinite"]:
+        own = w["match"] in ("named", "raw") and not w["mismatches"]
+        whose = "; the checkpoint itself holds them" if own else ""
+        yield one("nonfinite_weights", w["nonfinite"], f"{w['nonfinite']} elements are NaN or infinite{whose}")
+    if w["narrowed"]:
+        yield one("narrowed_parameters", 1.0, f"stored in float32 as an exception, held in {w['dtype']}")
+    if w["match"] == "none":
+        return
+    lossy = not w["lossless"] and w["mismatches"] and w["relative_error"]
+    if lossy:
+        error = float(w["relative_error"])
+        yield one("lossy_weight_rel_rms_error", error, f"declared narrower than the checkpoint, off by {error:.3g}")
+    elif w["unmatched"] and not reference.vouches(w):
+        yield one("weight_mismatches", w["unmatched"], _difference_words(w))
+    elif not w["unmatched"]:
+        yield from _order(w, reference, one)
+
+
+def _difference_words(w: Mapping[str, Any]) -> str:
+    words = f"{w['unmatched']} of {math.prod(w['shape'])} elements differ from the checkpoint"
+    if w["first"]:
+        words += f"; first at {w['first']}{_on_disk(w)}"
+    if w["expected"]:
+        words += f"; at {w['worst']} expected {w['expected']}, found {w['found']}"
+        words += f" ({w['max_ulp']:g} ulp)" if w["max_ulp"] else ""
+    if w["pattern"]:
+        words += f"; memory holds {w['pattern']}"
+    return words
+
+
+def _on_disk(w: Mapping[str, Any]) -> str:
+    """Say where an element belongs in the checkpoint: tensor, row, file and byte."""
+    if not w["file"]:
+        return ""
+    sources = str(w["source"]).split(", ")
+    row = f"row {w['first_row']} of " if w["first_row"] is not None else ""
+    return f", {row}{sources[0]}, byte {w['offset']} of {w['file']}"
+
+
+def _order(w: Mapping[str, Any], reference: _Reference, one: Any) -> Iterator[Measurement]:
+    """Say whether the rows are where they belong: as in the reference, else as names and numbers suggest."""
+    other = reference.of(w)
+    plain = w["match"] in ("named", "raw") and not w["mismatches"]
+    if other is not None and other["order"] and w["order"] and not other["unmatched"]:
+        same_shape = other["shape"] == w["shape"]
+        if same_shape and canonical(other["order"]) != canonical(w["order"]):
+            message = f"put together otherwise than the reference's {other['name']} ({order_words(other['order'])})"
+            yield one("provenance_mismatches", 1.0, message)
+        elif not same_shape and not plain and not w["regular"]:
+            yield one("unchecked_orders", 1.0, f"no reference of this shape; {order_words(w['order'])}")
+        return
+    if plain:
+        return
+    if w["match"] == "named":
+        yield one(
+            "provenance_mismatches", 1.0, f"the rows of {w['source']} in another order: {order_words(w['order'])}"
+        )
+    elif not w["ascending"]:
+        yield one("provenance_mismatches", 1.0, f"numbered tensors in another order: {order_words(w['order'])}")
+    elif reference.odd_one_out(w):
+        yield one(
+            "provenance_mismatches", 1.0, f"put together otherwise than in most layers: {order_words(w['order'])}"
+        )
+    elif sources(w["order"]) > 1 or not w["regular"]:
+        yield one("unchecked_orders", 1.0, f"no reference parameter of this name; {order_words(w['order'])}")
+
+
+def _unfilled_words(w: Mapping[str, Any]) -> str:
+    words = f"{w['name']} {w['shape']} comes from no checkpoint tensor"
+    if w["due"]:
+        words += f"; {w['due']} should fill it, and is used nowhere"
+        words += f" (byte {w['offset']} of {w['file']})" if w["file"] else ""
+    return words + (f"; memory holds {w['pattern']}" if w["pattern"] else "")
+
+
+def _unused(
+    run: Run, actual: Mapping[str, Any], reference: _Reference, due: Mapping[str, int], *, image: bool
+) -> Iterator[Measurement]:
+    """Tell each unused tensor, after the parameter that it should have filled or, if that is not known, after all."""
+    last = len(actual["weights"]) + 1
+    vision = [n for n, reason in actual["outside"].items() if reason == "vision" and image]
+    for name in (*actual["unused"], *vision):
+        message = f"{name} is in the checkpoint, and no weight in memory comes from it"
+        yield measured(
+            NAME, run, "unused_tensors", 1.0, name, order=due.get(name, last) + 1, where={"part": "whole"},
+            detail={"message": message},
+        )  # fmt: skip
+    for name, (hit, rows) in actual["partial"].items():
+        if reference.partial.get(name) == [hit, rows]:
+            continue
+        message = f"{rows - hit} of {rows} rows of {name} are nowhere in memory"
+        yield measured(
+            NAME, run, "unused_tensors", 1.0, name, order=last, where={"part": "some rows"}, detail={"message": message}
+        )  # fmt: skip
