@@ -15,7 +15,7 @@ from harness.metrics.memory import peak_over_plan
 from harness.precision.scheme import parse_precision
 from harness.stages import StageContext, StageView, loss, measured
 from harness.stages.content import CONTENT_METRICS, content_of, told
-from harness.stages.tables import tables
+from harness.stages.tables import tables_of
 from harness.stages.weights import WEIGHT_METRICS, or_none_found, weights_of
 from harness.types import Failure, Measurement, Run, Trace
 
@@ -51,7 +51,7 @@ def measure(view: StageView) -> list[Measurement]:
             scope = view.context.scope
             beside = parse_precision(scope.precision)
             found += weights_of(run, accel.facts["audit"], expected, image=scope.image, beside=beside)
-            found += tables(run, accel.facts, oracle.facts if isinstance(oracle, Trace) else {})
+            found += tables_of(run, accel.facts, oracle.facts if isinstance(oracle, Trace) else {})
     return found
 
 

@@ -15,7 +15,7 @@ SMALL = 1e-5
 """Relative size below which two values of a table are one. Source: float32 powers differ by a few parts in 1e7."""
 
 
-def tables(run: Run, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Measurement]:
+def tables_of(run: Run, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Measurement]:
     """Hold the port's own tables against the reference's, and look for what is suspicious in the reference itself."""
     ours, theirs = actual.get("tables", {}), expected.get("tables", {})
     wrong = []

@@ -20,7 +20,7 @@ from harness.checkpoint import audit_facts, checkpoint_facts, decode, logical_te
 from harness.checkpoint.scan import content_facts
 from harness.gate import judge, stage_status
 from harness.stages import StageContext, StageView, load
-from harness.stages.tables import tables
+from harness.stages.tables import tables_of
 from harness.types import Failure, Scope, Setup, Status, Trace
 
 HIDDEN, VOCAB, EXPERTS = 24, 31, 5
@@ -514,7 +514,7 @@ def tables(ours: list[float], theirs: list[float], **more: object) -> dict[str, 
     """Return (subject, value) by metric of the tables of two sides."""
     run = load.plan(StageContext(**{**CONTEXT, "capabilities": frozenset({"weights"})}))[1]
     found: dict[str, list[tuple[str, float]]] = {}
-    for m in tables(run, {"tables": {"inv_freq": ours}}, {"tables": {"inv_freq": theirs}, **more}):
+    for m in tables_of(run, {"tables": {"inv_freq": ours}}, {"tables": {"inv_freq": theirs}, **more}):
         found.setdefault(m.metric, []).append((m.subject, m.value or 0.0))
     return found
 
