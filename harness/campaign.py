@@ -19,12 +19,14 @@ from typing import Any
 from harness import gate
 from harness.checklist import Checklists
 from harness.checkpoint.cut import Cut
+from harness.checkpoint.scan.manifest import MANIFEST, manifest_text
 from harness.config import Config
 from harness.diagnose import diagnose
 from harness.errors import TraceError, UsageError
-from harness.golden import load_failure, read_manifest
+from harness.golden import load_failure, read_manifest, save_trace
 from harness.passes import passes, record_pass
-from harness.plan import Plan, goldens_folder, out_of_judgement
+from harness.plan import Plan, cache_folder, goldens_folder, out_of_judgement
+from harness.reading import Reading, state_file
 from harness.record import Session, is_current, read_trace
 from harness.record import refuse as refuse_run
 from harness.report.results import write_measurements
@@ -81,13 +83,23 @@ class Campaign:
         self.schedule = schedule_of(plan, out)
         self.partial: list[str] = []
         self.problems: list[str] = []
+        self.unread: list[str] = []
         self.lost: dict[Path, Failure] = {}
+        self._reading: Reading | None = None
         for side, session in sessions.items():
             digest = plan.digests["port" if side == "accel" else "reference"]
             session.provenance = {"checkpoint": plan.digests["checkpoint"], "code": digest, "spec": session.spec}
 
     def all(self) -> list[StageResult]:
         """Run the asked stages in order; return a result for each, whatever happened."""
+        self._reading = self._begin_reading()
+        try:
+            return self._all()
+        finally:
+            if self._reading is not None:
+                self._reading.close()
+
+    def _all(self) -> list[StageResult]:
         self.resolve()
         results: list[StageResult] = []
         stages = [name for name in STAGES if name in self.plan.stages or name in self.plan.skipped]
@@ -151,20 +163,60 @@ class Campaign:
             return StageResult(name=name, status=Status.SKIPPED, reason=self.plan.skipped[name])
         if blocked:
             return StageResult(name=name, status=Status.BLOCKED, reason=blocked)
-        kept = _read_kept(self.out, name) if self.plan.config.run.resume else None
-        if kept is not None and kept["key"] == self._key(name) and kept["result"]["status"] != Status.ERROR.value:
+        kept = self._kept(name)
+        if kept is not None:
             self.display.note(f"{name}: taken from the run before")
             return from_json(StageResult, kept["result"])
         self.display.stage_started(name)
         begin = time.perf_counter()
         self.record_goldens()
         self._record_accel(name)
+        self._end_reading(name)
         result = replace(self._judge(name), wall_s=time.perf_counter() - begin)
         path = self.out / "stages" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         words = {"key": self._key(name), "base": self._base_key(), "of": self._base(), "result": as_json(result)}
         path.write_text(json.dumps(words, indent=1))
         return result
+
+    def _kept(self, name: str) -> dict[str, Any] | None:
+        """Return the result of a run that was broken off, where it still counts."""
+        kept = _read_kept(self.out, name) if self.plan.config.run.resume else None
+        good = kept is not None and kept["key"] == self._key(name) and kept["result"]["status"] != Status.ERROR.value
+        return kept if good else None
+
+    def _content_jobs(self, name: str) -> list[Job]:
+        ids = {run.id for run in self.plan.stages.get(name, ())}
+        return [j for j in self.schedule.of("accel") if j.run.id in ids and j.run.kind == "content"]
+
+    def _begin_reading(self) -> Reading | None:
+        """Begin to read the checkpoint's files where the load stage will ask what they show."""
+        if not self._content_jobs("load") or self._kept("load") is not None:
+            return None
+        checkpoint, run = self.sessions["accel"].checkpoint or self.plan.checkpoint, self.plan.config.run
+        state = state_file(checkpoint, cache_folder("content"))
+        return Reading(
+            checkpoint, self.out / "sessions" / "reading", manifest=run.manifest, state=state, again=run.reread,
+            told=self.display.progress, noted=self.display.note,
+        )  # fmt: skip
+
+    def _end_reading(self, name: str) -> None:
+        """Wait for what the files show, and keep it where the stage looks for it: whatever became of the port."""
+        for job in self._content_jobs(name):
+            if self._reading is None:
+                continue
+            found = self._reading.wait(job.run.id, self.plan.config.watchdog.load_s)
+            if isinstance(found, Failure):
+                refuse_run(job.folder, found)
+                continue
+            save_trace(job.folder, Trace(setup=job.setup, run=job.run, taps={}, tensors={}, facts=found))
+            (self.out / MANIFEST).write_text(manifest_text(found["digests"]))
+            if found["reused"]:
+                when = min(found["reused"].values())
+                self.unread.append(
+                    f"{name}: {len(found['reused'])} of {len(found['digests'])} files of the checkpoint were not read "
+                    f"again: unchanged since they were read (the first at {when}); --reread reads them again"
+                )
 
     def _base(self) -> dict[str, str]:
         """Return what a kept result must agree in to count, by name."""
@@ -226,7 +278,7 @@ class Campaign:
 
     def _record_accel(self, name: str) -> None:
         ids = {run.id for run in self.plan.stages[name]}
-        jobs = [j for j in self.schedule.of("accel") if j.run.id in ids]
+        jobs = [j for j in self.schedule.of("accel") if j.run.id in ids and j.run.kind != "content"]
         failure = self.plan.described["accel"].get("failure")
         if failure is not None:
             for job in jobs:

@@ -115,6 +115,13 @@ def verify(
     ] = None,
     layers: LayersFlag = None,
     random_weights: RandomFlag = False,
+    manifest: Annotated[
+        Path | None, typer.Option("--manifest", metavar="FILE", help="Published digests of the checkpoint's files.")
+    ] = None,
+    reread: Annotated[
+        bool | None,
+        typer.Option("--reread/--no-reread", help="Read files again that are unchanged since an earlier run."),
+    ] = None,
     keep_going: Annotated[
         bool | None, typer.Option("--keep-going/--no-keep-going", help="Run later stages after one was refused.")
     ] = None,
@@ -131,7 +138,7 @@ def verify(
         "run.stage": stage, "reference.spec": reference, "accel.spec": accel, "run.goldens": goldens,
         "run.checklists": checklists, "run.out": out, "run.profile": profile, "run.require": require,
         "run.after": after, "run.keep_going": keep_going, "run.resume": resume, "run.layers": layers,
-        "run.random_weights": random_weights or None,
+        "run.random_weights": random_weights or None, "run.manifest": manifest, "run.reread": reread,
     }  # fmt: skip
     from harness.config import load_config
 

@@ -33,13 +33,14 @@ FEATURES = (
     "cache",
     "operators",
     "float32",
+    "converts",
 )
 """What `--require` may name besides stages."""
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 _NOT_SECTIONS = ("file", "words")
 _DIGESTED_RUN_KEYS = ("profile", "require")
-_FLAGS_AGAIN = ("spec", "profile", "require", "goldens", "checklists", "layers")
+_FLAGS_AGAIN = ("spec", "profile", "require", "goldens", "checklists", "layers", "manifest")
 
 
 def parse_layout(text: str) -> Layout:
@@ -122,12 +123,15 @@ class RunSection(_Section):
     """[run]: which stages, of which checkpoint (None: the one that a SPEC names), where to, and how to go on.
 
     `layers` are those of the checkpoint that both sides run (None: all); `random_weights` makes them up, where there is
-    a configuration and no weights yet.
+    a configuration and no weights yet. `manifest`: digests that were published of the checkpoint's files; `reread`:
+    read files again that did not change since an earlier run read them.
     """
 
     checkpoint: Path | None = None
     layers: Annotated[tuple[int, ...] | None, BeforeValidator(_layers)] = None
     random_weights: bool = False
+    manifest: Path | None = None
+    reread: bool = False
     stage: Annotated[tuple[str, ...], BeforeValidator(parse_stages)] = STAGES
     out: Path = Path("day0-run")
     profile: Literal["quick", "full"] = "quick"

@@ -20,7 +20,7 @@ else:  # the same parser under its older name
 
 Where = Callable[[tuple[str, ...]], str]
 
-_PATHS = ("checkpoint", "out", "after", "goldens", "checklists")
+_PATHS = ("checkpoint", "out", "after", "goldens", "checklists", "manifest")
 _WORDS = ("spec", "python", *_PATHS)  # values that are text whatever they look like
 _OPAQUE = ("serve:", "openai:", "traces:")  # a `?` in these belongs to the command, the address or the folder
 

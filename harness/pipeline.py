@@ -55,7 +55,7 @@ def verify(config: Config, display: Display, *, command: str = "") -> Results:
         stages,
         claimed=plan.scope,
         exercised=exercised(plan, stages, campaign.view),
-        not_covered=[*campaign.partial, *not_covered(plan, stages)],
+        not_covered=[*campaign.partial, *campaign.unread, *not_covered(plan, stages)],
         environment=environment(plan, checklists.digest),
         required=[r for r in config.run.require if r in STAGES],
         problems=[f"--require {word}: {why}" for word, why in reasons.items()] + campaign.problems,

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.checkpoint import Checkpoint
-from harness.checkpoint.scan import content_facts, expected_seconds, scan_bytes
+from harness.checkpoint.scan import content_facts
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 _SHOWN, _RANKS_SHOWN, _PLAIN_WIDTH = 6, 16, 160
@@ -31,14 +31,15 @@ def reading(*, manifest: Path | None, state: Path | None) -> Callable[[Checkpoin
     """Return how to read a checkpoint's content while telling how far it is: a line that moves, or lines in a log."""
     console = Console(stderr=True)
 
+    def noted(words: str) -> None:
+        console.print(words, markup=False, highlight=False)
+
     def read(checkpoint: Checkpoint) -> dict[str, Any]:
-        seconds = expected_seconds(checkpoint)
-        files = len(checkpoint.headers)
-        console.print(f"reading {size(scan_bytes(checkpoint))} in {files} files: about {seconds:.0f} s, by one weight")
         if not console.is_terminal:
-            return content_facts(checkpoint, manifest=manifest, state=state, told=_now_and_then(console))
+            told = _now_and_then(console)
+            return content_facts(checkpoint, manifest=manifest, state=state, told=told, noted=noted)
         with console.status("reading") as status:
-            return content_facts(checkpoint, manifest=manifest, state=state, told=status.update)
+            return content_facts(checkpoint, manifest=manifest, state=state, told=status.update, noted=noted)
 
     return read
 
@@ -89,9 +90,13 @@ def inspection_view(inspection: Mapping[str, Any]) -> RenderableType:
 def _content(content: Mapping[str, Any] | None) -> list[RenderableType]:
     if content is None:
         return []
-    rate = size(content["bytes"] / max(content["seconds"], 1e-9))
+    rate = size(content["read_bytes"] / max(content["seconds"], 1e-9))
     vouched, files = len(content["vouched"]), len(content["digests"])
-    lines = [f"read {size(content['bytes'])} in {content['seconds']:.1f} s ({rate}/s), {content['matrices']} matrices"]
+    lines = [
+        f"read {size(content['read_bytes'])} in {content['seconds']:.1f} s ({rate}/s), {content['matrices']} matrices"
+    ]
+    if content["reused"]:
+        lines.append(f"{len(content['reused'])} unchanged files were read before: {size(content['bytes'])} in all")
     lines.append(
         f"{vouched} of {files} files have the digest that was published" if vouched else "no digest was published"
     )

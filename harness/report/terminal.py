@@ -6,6 +6,7 @@ With a terminal: one live table of the stages. Without: plain lines, then the sa
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +26,7 @@ STYLES = {
 }  # fmt: skip
 PLAIN_WIDTH = 118
 SEEN_CHARACTERS = 400
+LOG_EVERY_S = 10.0
 
 
 class Display(Protocol):
@@ -41,6 +43,9 @@ class Display(Protocol):
 
     def note(self, text: str) -> None:
         """Something worth a line happened."""
+
+    def progress(self, text: str) -> None:
+        """How far something is that goes on beside the runs; told often, and from another thread."""
 
     def close(self, results: Results | None) -> None:
         """The run is over; None when it was broken off."""
@@ -61,6 +66,9 @@ class NullDisplay:
     def note(self, text: str) -> None:
         """Show nothing."""
 
+    def progress(self, text: str) -> None:
+        """Show nothing."""
+
     def close(self, results: Results | None) -> None:
         """Show nothing."""
 
@@ -69,7 +77,7 @@ class PlainDisplay:
     """Plain lines, for a log."""
 
     def __init__(self, console: Console, run_dir: Path | None = None) -> None:
-        self.console, self.run_dir, self._role = console, run_dir, ""
+        self.console, self.run_dir, self._role, self._said = console, run_dir, "", time.monotonic()
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -92,6 +100,12 @@ class PlainDisplay:
     def note(self, text: str) -> None:
         """Say it."""
         self._say(text)
+
+    def progress(self, text: str) -> None:
+        """Say it now and then."""
+        if time.monotonic() - self._said >= LOG_EVERY_S:
+            self._said = time.monotonic()
+            self._say(f"  {text}")
 
     def close(self, results: Results | None) -> None:
         """Print the final table."""
@@ -148,6 +162,11 @@ class LiveDisplay:
     def note(self, text: str) -> None:
         """Print a line above the table."""
         self._live.console.print(Text(text))
+
+    def progress(self, text: str) -> None:
+        """Show it below the table."""
+        self._note = text
+        self._refresh()
 
     def close(self, results: Results | None) -> None:
         """Replace the live table by the final one."""

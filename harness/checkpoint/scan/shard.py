@@ -78,12 +78,20 @@ def read_shard(job: Job, file: str, known: ShardScan | None = None) -> ShardScan
         with open_shard(job.checkpoint.path / file) as stream:
             key = _key(job, file, stream)
             if known is not None and known.key == key:
-                job.progress(size)
                 return replace(known, reused=True)
             return Reading(job, file, stream).all(key)
     except (OSError, CheckpointError) as error:
         found = f"{type(error).__name__}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
         return ShardScan(file=file, key="", file_bytes=size, problems=(_unreadable(file, size, found),))
+
+
+def stands(job: Job, file: str, known: ShardScan) -> bool:
+    """Say whether what is known of a file is of the file as it is now."""
+    try:
+        with open_shard(job.checkpoint.path / file) as stream:
+            return known.key == _key(job, file, stream)
+    except (OSError, CheckpointError):
+        return False
 
 
 def _key(job: Job, file: str, stream: BinaryIO) -> str:

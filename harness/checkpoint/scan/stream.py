@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +17,7 @@ from pathlib import Path
 from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.formats import Logical, logical_tensors
 from harness.checkpoint.scan.body import Helpers
-from harness.checkpoint.scan.shard import Job, Progress, ShardScan, read_shard
+from harness.checkpoint.scan.shard import Job, Progress, ShardScan, read_shard, stands
 from harness.types import as_json, from_json
 
 
@@ -28,15 +28,16 @@ def scan(
     values: bool = True,
     workers: int = 0,
     state: Path | None = None,
+    known: Mapping[str, ShardScan] | None = None,
     progress: Progress = lambda _: None,
 ) -> Iterator[ShardScan]:
     """Yield what one pass over each shard shows, in the order of the shards.
 
     `values` False leaves out the decoded pass. `workers`: threads (0: one for each processor).
-    `state` is a file of finished shards (JSON lines): those that did not change since are taken from it, and each new
-    one is added as soon as it is done.
+    `state` is a file of finished shards (JSON lines): those that did not change since are taken from it (or from
+    `known`, where that is given), and each new one is added as soon as it is done.
     """
-    known, roles = finished(state), weight_roles(checkpoint)
+    known, roles = finished(state) if known is None else known, weight_roles(checkpoint)
     workers = workers or processors()
     readers = min(len(checkpoint.headers), workers) or 1
     with ExitStack() as stack:
@@ -93,6 +94,14 @@ def finished(state: Path | None) -> dict[str, ShardScan]:
             continue  # a line cut off by a kill: that shard is read again
         found[shard.file] = shard
     return found
+
+
+def unchanged(
+    checkpoint: Checkpoint, known: Mapping[str, ShardScan], *, algorithms: Sequence[str], values: bool
+) -> dict[str, ShardScan]:
+    """Return those of the finished shards whose files are what they were, and that show all that is asked for."""
+    job = Job(checkpoint=checkpoint, roles={}, algorithms=tuple(algorithms), values=values)
+    return {file: shard for file, shard in known.items() if file in checkpoint.headers and stands(job, file, shard)}
 
 
 def _keep(state: Path, shard: ShardScan) -> None:

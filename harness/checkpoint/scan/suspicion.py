@@ -47,6 +47,9 @@ class Suspicion:
     message: str
 
 
+FALSE_ALARMS: dict[str, str] = {}
+
+
 def suspicions(statistics: Sequence[Statistics]) -> list[Suspicion]:
     """Return what looks wrong, in the order of the statistics within each kind."""
     matrices = [s for s in statistics if s.rows >= 2 and s.elements >= FEWEST_ELEMENTS]
