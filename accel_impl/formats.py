@@ -14,6 +14,8 @@ FP8_MAX_EXPONENT = 8
 """The largest power of two in e4m3fn is 2^8; its largest value is 448 = 1.75 * 2^8."""
 E8M0_BIAS = 127
 MX_BLOCK = 32
+STRIP_ROWS = 64
+"""Rows that are converted at once: what a conversion needs beside its workspace does not grow with the matrix."""
 EXPERT_BLOCK = (1, 128)
 """Rows and columns that share one power-of-two scale in a converted expert."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -25,6 +27,10 @@ class Plain:
     """A weight resident as it is computed with."""
 
     tensor: Tensor
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return what lies in memory, by what is put behind the name."""
+        return {"": self.tensor}
 
     @property
     def exact_dtype(self) -> torch.dtype:
@@ -59,6 +65,10 @@ class Fp8:
     block: tuple[int, int]
     row0: int = 0
     col0: int = 0
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return what lies in memory, by what is put behind the name."""
+        return {"": self.q, ".scale": self.scale}
 
     @property
     def exact_dtype(self) -> torch.dtype:
@@ -132,12 +142,23 @@ def fp8_from_values(values: Tensor) -> tuple[Fp8, int]:
     rows, cols = values.shape
     wide = EXPERT_BLOCK[1]
     blocks = -(-cols // wide)
-    padded = values.new_zeros(rows, blocks * wide)
-    padded[:, :cols] = values
-    padded = padded.view(rows, blocks, wide)
-    _, exponent = torch.frexp(padded.abs().amax(-1))  # amax = m * 2^exponent, m in [0.5, 1)
-    byte = (exponent - 1 - FP8_MAX_EXPONENT + E8M0_BIAS).clamp(0, 254).to(torch.uint8)
+    q = torch.empty(rows, cols, dtype=torch.float8_e4m3fn)
+    byte = torch.empty(rows, blocks, dtype=torch.uint8)
+    padded = values.new_zeros(min(rows, STRIP_ROWS), blocks * wide)
+    lossy = 0
+    for first in range(0, rows, STRIP_ROWS):
+        strip = slice(first, min(rows, first + STRIP_ROWS))
+        part = padded[: strip.stop - first]
+        part[:, :cols] = values[strip]
+        lossy += _to_fp8(part.view(-1, blocks, wide), q[strip], byte[strip])
+    return Fp8(q=q, scale=byte, block=EXPERT_BLOCK), lossy
+
+
+def _to_fp8(values: Tensor, q: Tensor, byte: Tensor) -> int:
+    """Write codes and scales of some rows [rows, blocks, width]; return the number of blocks that lost something."""
+    _, exponent = torch.frexp(values.abs().amax(-1))  # amax = m * 2^exponent, m in [0.5, 1)
+    byte.copy_((exponent - 1 - FP8_MAX_EXPONENT + E8M0_BIAS).clamp(0, 254))
     scale = exp2_of(byte)[..., None]
-    q = (padded / scale).to(torch.float8_e4m3fn)
-    lossy = int((q.float() * scale != padded).any(-1).sum())
-    return Fp8(q=q.view(rows, -1)[:, :cols].contiguous(), scale=byte, block=EXPERT_BLOCK), lossy
+    codes = (values / scale).to(torch.float8_e4m3fn)
+    q.copy_(codes.view(len(values), -1)[:, : q.shape[1]])
+    return int((codes.float() * scale != values).any(-1).sum())

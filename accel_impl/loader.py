@@ -132,12 +132,18 @@ def _resident(
         return _fp8(param, raw, config), 0
     if param.form == MXFP4:
         return convert_expert(param, raw, workspace)
-    tensor = raw[param.name]
-    if param.rows:
-        tensor = torch.cat([tensor[r.start : r.stop] for r in param.rows])
-    if param.cols is not None:
-        tensor = tensor[:, param.cols.start : param.cols.stop]
-    return Plain(tensor=tensor.to(torch.float32 if param.form == EXACT else dtype, copy=True).contiguous()), 0
+    return Plain(tensor=_plain(param, raw[param.name], torch.float32 if param.form == EXACT else dtype)), 0
+
+
+def _plain(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy this rank's rows and columns once, straight into what stays."""
+    held = torch.empty(param.local, dtype=dtype)
+    at = 0
+    for rows in param.rows or (range(stored.shape[0]),):
+        part = stored[rows.start : rows.stop]
+        held[at : at + len(rows)] = part[:, param.cols.start : param.cols.stop] if param.cols is not None else part
+        at += len(rows)
+    return held
 
 
 def _fp8(param: Param, raw: Mapping[str, Tensor], config: Config) -> Resident:

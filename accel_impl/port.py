@@ -102,6 +102,22 @@ class AccelAdapter:
         poison = self.options["poison"] == "1"
         return load(shards, self.config, place, self.dtype, order=self.options["visit"], poison=poison)
 
+    def reload(self, *, reverse: bool, poison: bool) -> Facts:
+        """Drop the weights and convert them anew, in either order, the workspace filled with NaN before each use."""
+        self.model = None
+        self._simulated.clear()
+        order = "reverse" if reverse else "forward"
+        loaded = load(Shards(self.checkpoint), self.config, self.place, self.dtype, order=order, poison=poison)
+        self.lossy = loaded.lossy
+        self.model = Model(self.config, loaded.weights, self.place, self.use, self.dtype)
+        return loaded.facts
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what stays for each weight: one tensor, or codes and their scales."""
+        for name, resident in self._model().weights.items():
+            for part, tensor in resident.parts().items():
+                yield f"{name}{part}", tensor
+
     def weights(self) -> Iterator[Weight]:
         """Yield what memory holds, decoded in float32 where it is quantised, under the checkpoint's names."""
         for name, held in self._model().weights.items():

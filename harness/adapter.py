@@ -100,6 +100,25 @@ class Weighted(Protocol):
 
 
 @runtime_checkable
+class Converting(Protocol):
+    """Capability `converts`: weights are put into another form as they are loaded, through a workspace used again.
+
+    Such a port promises that loading takes at most what stays, one workspace and one layer, that nothing of what was
+    converted is kept, and that no weight depends on what the workspace held before.
+    """
+
+    def reload(self, *, reverse: bool, poison: bool) -> Facts:
+        """Drop the weights and load them anew; later runs use what is there afterwards.
+
+        `reverse` visits them in the opposite order; `poison` fills the workspace with NaN before each use of it.
+        Facts: `workspace_bytes`, and `peak_bytes` by the port's own count.
+        """
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor that stays for the weights, as it lies in memory: codes apart from their scales."""
+
+
+@runtime_checkable
 class Tokenizing(Protocol):
     """Capability `chat`: the port's own text front end."""
 
@@ -202,7 +221,7 @@ class Roundable(Protocol):
 def capabilities(adapter: Any) -> list[str]:
     """Return the names of the optional capabilities that an adapter has."""
     table: list[tuple[str, Any]] = [
-        ("phases", Phased), ("weights", Weighted), ("chat", Tokenizing), ("serves", Serving),
+        ("phases", Phased), ("weights", Weighted), ("converts", Converting), ("chat", Tokenizing), ("serves", Serving),
         ("multi_card", Distributed), ("cache", Caching), ("operators", Operating), ("precision", Roundable),
         ("compiled", Compiling), ("streamed", Streaming),
     ]  # fmt: skip

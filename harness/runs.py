@@ -48,6 +48,7 @@ def execute(bench: Bench, run: Run, *, pins: Pins | None, expected: Trace | None
         "load": _load,
         "content": _content,
         "weights": _weights,
+        "conversion": _conversion,
         "forward": _forward,
         "steps": _steps,
         "simulate": _simulate,
@@ -93,6 +94,12 @@ def _keep_logits(recorder: TraceRecorder, logits: Tensor) -> None:
     """Record the logits under their own name if the port did not (they are never overwritten)."""
     if not recorder.tokens("logits"):
         recorder("logits", logits, dims="batch token vocab", kind="logits")
+
+
+def _conversion(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | None) -> Facts:
+    from harness.conversion import conversion_facts
+
+    return conversion_facts(_capable(bench, "converts", run), bench.checkpoint, bench.beat)
 
 
 def _forward(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | None) -> Facts:

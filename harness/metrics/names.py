@@ -28,6 +28,9 @@ METRICS: Mapping[str, str] = {
     "suspect_reference": "count",
     "unchecked_orders": "count",
     "load_peak_over_plan": "ratio",
+    "conversion_mismatches": "count",
+    "conversion_peak_over_promise": "ratio",
+    "packed_originals_kept": "count",
     # startup
     "ready_tokens": "tokens",
     "tokenizer_mismatches": "count",

@@ -15,22 +15,25 @@ from harness.metrics.memory import peak_over_plan
 from harness.precision.scheme import parse_precision
 from harness.stages import StageContext, StageView, loss, measured
 from harness.stages.content import CONTENT_METRICS, content_of, told
+from harness.stages.conversion import CONVERSION_METRICS, conversion_of
 from harness.stages.tables import tables_of
 from harness.stages.weights import WEIGHT_METRICS, or_none_found, weights_of
 from harness.types import Failure, Measurement, Run, Trace
 
 NAME = "load"
 NEEDS: tuple[str, ...] = ()
-LOAD, CONTENT, WEIGHTS = "load/load", "load/content", "load/weights"
+LOAD, CONTENT, WEIGHTS, CONVERSION = "load/load", "load/content", "load/weights", "load/conversion"
 
 _PORT_METRICS = ("load_peak_over_plan",)
 
 
 def plan(context: StageContext) -> list[Run]:
-    """Return one load, one pass over the files, and one over the weights where the port can show them."""
+    """Return one load, one pass over the files, one over the weights that a port shows, one of loads that convert."""
     runs = [Run(id=LOAD, stage=NAME, kind="load"), Run(id=CONTENT, stage=NAME, kind="content")]
     if "weights" in context.capabilities:
         runs.append(Run(id=WEIGHTS, stage=NAME, kind="weights"))
+    if "converts" in context.capabilities:
+        runs.append(Run(id=CONVERSION, stage=NAME, kind="conversion"))
     return runs
 
 
@@ -45,6 +48,8 @@ def measure(view: StageView) -> list[Measurement]:
             found += _load(run, accel)
         elif run.kind == "content":
             found += content_of(run, accel.facts)
+        elif run.kind == "conversion":
+            found += conversion_of(run, accel.facts)
         else:
             oracle = view.trace("oracle", run.id)
             expected = oracle.facts.get("audit") if isinstance(oracle, Trace) else None
@@ -58,8 +63,10 @@ def measure(view: StageView) -> list[Measurement]:
 def _lost(run: Run, side: Failure | Trace | None, checkpoint: Path) -> list[Measurement]:
     """Measure what needs no port: a shard that is short explains more than a port that could not read it."""
     assert not isinstance(side, Trace)
-    message = f"the port: {side.kind}: {side.message}" if side is not None else "the port has no trace of this run"
-    metrics = {"load": _PORT_METRICS, "content": CONTENT_METRICS}.get(run.kind, WEIGHT_METRICS)
+    who = "the pass over the checkpoint's files" if run.kind == "content" else "the port"
+    message = f"{who}: {side.kind}: {side.message}" if side is not None else "the port has no trace of this run"
+    own = {"load": _PORT_METRICS, "content": CONTENT_METRICS, "conversion": CONVERSION_METRICS}
+    metrics = own.get(run.kind, WEIGHT_METRICS)
     found = _headers(run, checkpoint_facts(checkpoint)) if run.kind == "load" else []
     detail = {"message": message, **loss(side)}
     return [*found, *(measured(NAME, run, m, None, "*", problem="error", detail=detail) for m in metrics)]
