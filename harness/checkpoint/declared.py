@@ -20,6 +20,8 @@ _IGNORE_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude",
 _GROUP_KEYS = ("group_size", "q_group_size")
 _BITS_KEYS = ("num_bits", "bits", "w_bit", "wbits")
 _BLOCK_KEYS = ("weight_block_size", "block_structure")
+_DIALECT_KEYS = ("fmt", "dtype", "weight_dtype")
+_STRATEGY_KEYS = ("strategy", "qscheme")
 _MAX_PATTERN, _MAX_PATTERNS, _MAX_DEPTH, _MAX_REPETITIONS, _MAX_TESTS = 400, 20_000, 8, 3, 64
 
 
@@ -28,7 +30,8 @@ class Declared:
     """What a configuration says. Empty or None: it does not say.
 
     `formats` are the names of layouts it gives, `widths` all bits of weights, `groups` all sizes of groups (0: a row),
-    `ignored` the patterns of modules that stay as they are, `source` the file that says so.
+    `ignored` the patterns of modules that stay as they are, `source` the file that says so. `dialects` of small floats
+    and `strategies` (what shares a scale: tensor, channel, group, block) are those named; `reordered`: inputs of GPTQ.
     """
 
     method: str = ""
@@ -39,6 +42,9 @@ class Declared:
     ignored: tuple[str, ...] = ()
     version: str = ""
     source: str = ""
+    dialects: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
+    reordered: bool = False
 
     @property
     def group(self) -> int | None:
@@ -100,6 +106,19 @@ def _of(quantisation: Mapping[str, Any], owner: Mapping[str, Any], source: str) 
         ignored=tuple(_patterns(pairs)),
         version=version.lower() if isinstance(version, str) else "",
         source=source,
+        dialects=tuple(dict.fromkeys(m[1] for k, v in pairs if k in _DIALECT_KEYS and (m := _dialect(v)))),
+        strategies=tuple(
+            dict.fromkeys(v.removeprefix("per_") for k, v in pairs if k in _STRATEGY_KEYS and isinstance(v, str))
+        ),
+        reordered=quantisation.get("desc_act") is True,
+    )
+
+
+def _dialect(value: Any) -> re.Match[str] | None:
+    return (
+        re.fullmatch(r"(?:fp8_|float8_)?(e[45]m[23](?:fnuz)?)(?:fn)?", value.lower())
+        if isinstance(value, str)
+        else None
     )
 
 

@@ -20,6 +20,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_lay
 DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "layers", "encoder_layers", "vision_layers")
 _EXPERTS = re.compile(r"^(n|num)_(routed_|local_|moe_)?experts$|^moe_num_experts$|^num_experts_routed$")
 _MTP_WORDS = re.compile(r"(^|\.)(eh_proj|enorm|hnorm|shared_head|embed_proj|h_proj|e_proj|mtp\w*|nextn\w*)(\.|$)")
+_ROUTER = re.compile(r"(^|\.)(gate|router)\.weight$")
 _MAX_NAMED = 50
 _MAX_EXPERTS = 1 << 20
 
@@ -37,7 +38,7 @@ def expected_problems(checkpoint: Checkpoint) -> list[Problem]:
     main = main_stack(stacks)
     found: list[Problem] = []
     for stack, members in stacks.items():
-        if stack != main and not _is_stack(members):
+        if stack != main and not is_stack(members):
             continue
         inner = config if stack == main else _sub_config(checkpoint.config, stack, stacks)
         found += _capped(_count(stack, members, inner, main=stack == main))
@@ -49,13 +50,13 @@ def expected_problems(checkpoint: Checkpoint) -> list[Problem]:
 def main_stack(stacks: Mapping[str, Sequence[Family]]) -> str:
     """Return the stack of the text model: the one with most names outside vision, audio and MTP; empty if none."""
     text = {s: f for s, f in stacks.items() if tower(s) == "text" and "encoder" not in s}
-    deep = {s: f for s, f in text.items() if _is_stack(f)}
+    deep = {s: f for s, f in text.items() if is_stack(f)}
     few = {s: f for s, f in text.items() if s.rsplit(".", 1)[-1] in ("layers", "h", "blocks", "layer")}
     candidates = deep or few
     return max(candidates, key=lambda s: sum(len(f.members) for f in candidates[s]), default="")
 
 
-def _is_stack(members: Sequence[Family]) -> bool:
+def is_stack(members: Sequence[Family]) -> bool:
     """Tell a stack of layers from a numbered list of a few parts: many layers hold many tensors in several modules."""
     layers = _layers_of(members)
     shared = [f for f in members if {n[0] for n in f.members} >= layers]
@@ -66,7 +67,7 @@ def _sub_config(config: Mapping[str, Any], stack: str, stacks: Mapping[str, Sequ
     """Return the configuration of the largest stack of another tower, where there is exactly one of its kind."""
     kind = tower(stack)
     keys = [k for k, v in config.items() if isinstance(v, dict) and k.endswith("_config") and tower(k) == kind]
-    rivals = [s for s, members in stacks.items() if tower(s) == kind and _is_stack(members)]
+    rivals = [s for s, members in stacks.items() if tower(s) == kind and is_stack(members)]
     return dict(config[keys[0]]) if len(keys) == 1 and len(rivals) == 1 and kind in ("vision", "audio") else {}
 
 
@@ -299,10 +300,10 @@ def _experts(checkpoint: Checkpoint, members: Sequence[Family], config: Mapping[
                 yield from _gaps(family, by_layer, count)
         if routed and count:
             more = {v for k, v in config.items() if "expert" in k and isinstance(v, int)}
-            routers = {f.first.shape[0] for f in members if len(f.first.shape) == 2}
+            routers = {f.first.shape[0] for f in members if _ROUTER.search(f.leaf) and len(f.first.shape) == 2}
             for layer, sets in held.items():
                 most = max(max(s) for s in sets) + 1
-                if most > count and most - count not in more and (most in routers or most % count):
+                if most > count and (most in routers or (most - count not in more and most % count)):
                     name = joined(container.rstrip("#."), [layer])
                     yield _problem("expert_count", name, f"{count} experts, as the configuration says", str(most))
 

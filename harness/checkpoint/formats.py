@@ -14,7 +14,8 @@ from harness.checkpoint import integers
 from harness.checkpoint.bulk import many_records
 from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.header import Problem, TensorRef
-from harness.checkpoint.recognise import FLOATS, FP8, Logical, Recogniser, folder_of, main_part, plain, route
+from harness.checkpoint.logical import FLOATS, FP8, Logical, Recogniser
+from harness.checkpoint.recognise import folder_of, main_part, plain, route
 from harness.errors import CheckpointError
 
 __all__ = ["FLOATS", "FP8", "Logical", "decode", "decode_parts", "format_problems", "logical_tensors"]

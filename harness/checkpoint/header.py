@@ -18,6 +18,7 @@ import torch
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_AXES = 32
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _BYTES_A_MARK = {b"{": 24, b"[": 12, b",": 6}
 """Fewest bytes of a true header for each of these, on average: denser text is built to fill memory when parsed."""
 
@@ -139,6 +140,8 @@ def read_header(path: Path, file: str) -> Header:
     file_bytes = path.stat().st_size
     with path.open("rb") as stream:
         prefix = stream.read(8)
+        if prefix == _POINTER[:8] and file_bytes < 1024 and stream.read(len(_POINTER) - 8) == _POINTER[8:]:
+            raise refuse("not_fetched", "a safetensors file", "the pointer of a large file: fetch it (git lfs pull)")
         if len(prefix) < 8:
             raise refuse("truncated_header", "8 bytes of header length", f"a file of {file_bytes} bytes")
         length = int.from_bytes(prefix, "little")

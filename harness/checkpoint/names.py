@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from harness.checkpoint.bulk import many_records
 from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.formats import Logical, logical_tensors
+from harness.checkpoint.header import Problem
 
 VISION = re.compile(
     r"(^|[._])(visual|vision\w*|vit|image\w*|mm_projector|multi_modal_projector|patch_embed\w*)([._]|$)"
@@ -104,3 +105,15 @@ def number(config: Mapping[str, object], *keys: str) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 40:
             return value
     return None
+
+
+def about(
+    checkpoint: Checkpoint, logical: Logical | None, kind: str, expected: str, found: str, severity: str = "error"
+) -> Problem:
+    """Return a problem of a weight, with its place; of the configuration where no weight is concerned."""
+    ref = checkpoint.tensors[next(iter(logical.parts.values()))] if logical is not None else None
+    return Problem(
+        kind=kind, name=logical.name if logical is not None else "",
+        file=ref.file if ref is not None else "config.json",
+        expected=expected, found=found, severity=severity, offset=ref.begin if ref is not None else None,
+    )  # fmt: skip

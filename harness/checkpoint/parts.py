@@ -26,7 +26,7 @@ _WORDS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("router", re.compile(r"(^|\.)(gate|router|classifier|wg)(\.(weight|bias)|\.\w*bias|\.wg|\.classifier|$)|router|"
                           r"e_score_correction_bias|expert_bias|per_expert_scale")),
     ("experts", re.compile(r"(^|[._])experts?([._#]|$)|block_sparse_moe\.(w|input|output)")),
-    ("head", re.compile(r"(^|\.)(lm_head|embed_out|output_projection|score|cls)(\.|$)|^output\.weight$")),
+    ("head", re.compile(r"(^|\.)(lm_head|embed_out|output_projection|score|cls)(\.|$)|^(output|head)\.weight$")),
     ("embeddings", re.compile(r"embed|(^|\.)(wte|wpe)(\.|$)")),
     ("norms", re.compile(r"norm|(^|[._])ln(_\w+)?(\.|$)|(^|\.)layer_?norm")),
     ("attention", re.compile(r"attn|attention|mixer|mamba|ssm|time_mix|(^|\.)(q|k|v|o|qkv|out|in)_proj(\.|$)|A_log|"

@@ -7,6 +7,9 @@ from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.expected import expected_problems
 from harness.checkpoint.formats import format_problems
 from harness.checkpoint.header import Problem
+from harness.checkpoint.siblings import sibling_problems
+from harness.checkpoint.sizes import size_problems
+from harness.checkpoint.whole import whole_problems
 
 SEVERITIES = ("error", "warning", "note")
 
@@ -19,4 +22,10 @@ def checkpoint_problems(checkpoint: Checkpoint) -> list[Problem]:
 
 def promise_problems(checkpoint: Checkpoint) -> list[Problem]:
     """Return what structure and configuration promise and the tensors do not keep."""
-    return [*expected_problems(checkpoint), *agreement_problems(checkpoint)]
+    return [
+        *expected_problems(checkpoint),
+        *whole_problems(checkpoint),
+        *agreement_problems(checkpoint),
+        *sibling_problems(checkpoint),
+        *size_problems(checkpoint),
+    ]

@@ -92,7 +92,7 @@ class Pieces:
         """Return the rows of a scale that belong to a piece."""
         if role == "shape":
             return torch.tensor([rows, int(side[-1])])
-        if side.numel() == 1:
+        if side.numel() == 1 and self.format != "fp8_block":
             return side
         if role == "global":
             return side.reshape(-1)[piece.matrix : piece.matrix + 1] if side.numel() == self.matrices else side
