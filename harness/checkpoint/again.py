@@ -15,32 +15,39 @@ import torch
 from torch import Tensor
 
 from harness.adapter import Weight
-from harness.checkpoint.causes import UNRELATED, Pair, cause_of, stored_weight
+from harness.checkpoint.assembled import assemblies
+from harness.checkpoint.causes import UNRELATED, Pair, unwritten_words
 from harness.checkpoint.causes.pair import same, wrong_by_row
-from harness.checkpoint.fact import WeightFact
+from harness.checkpoint.fact import WeightFact, several
 from harness.checkpoint.formats import decode
 from harness.checkpoint.gaps import Due
 from harness.checkpoint.ledger import Ledger
 from harness.checkpoint.missing import row_length
 from harness.checkpoint.named import with_difference
 from harness.checkpoint.place import place_of
+from harness.checkpoint.reasons import reason
 from harness.checkpoint.values import difference
 from harness.errors import CheckpointError
 
+_WAYS = 24
+"""Ways to put a weight together that are tried."""
 _TOLD = 4
 """Wrong tensors within one weight whose cause is looked for."""
 
 
 def look_again(audit: Ledger, weights: Iterable[Weight] | Callable[[], Iterable[Weight]]) -> None:
     """Compare what a name or an order says should be there with what is there, element by element."""
-    wanted = {f.name: at for at, f in enumerate(audit.facts) if f.due or at in audit.dues}
+    wanted = {f.name: at for at, f in enumerate(audit.facts) if f.match == "none" or at in audit.dues}
     if not wanted:
         return
     for name, held in _again(audit, weights, wanted):
         at = wanted[name]
         fact = audit.facts[at]
         try:
-            audit.facts[at] = _due(audit, fact, held) if fact.due else _merged(audit, fact, held, audit.dues[at])
+            if at in audit.dues:
+                audit.facts[at] = _merged(audit, fact, held, audit.dues[at])
+            else:
+                audit.facts[at] = _due(audit, fact, held) if fact.due else _assembled(audit, fact, held)
         except CheckpointError as error:
             audit.errors[fact.due or fact.name] = str(error)
 
@@ -69,9 +76,29 @@ def _due(audit: Ledger, fact: WeightFact, held: Tensor) -> WeightFact:
     diff = difference(actual=held, expected=expected)
     told = with_difference(audit, dataclasses.replace(fact, source=fact.due), logical, diff, held, expected)
     if told.pattern.startswith(UNRELATED):
-        return dataclasses.replace(fact, pattern=told.pattern, file=told.file, offset=told.offset, first=told.first)
+        pattern = unwritten_words(held) or told.pattern
+        return dataclasses.replace(fact, pattern=pattern, file=told.file, offset=told.offset, first=told.first)
     audit.used.add(fact.due)
     return dataclasses.replace(told, match="named")
+
+
+def _assembled(audit: Ledger, fact: WeightFact, held: Tensor) -> WeightFact:
+    """Try the ways in which tensors that are nowhere make up a weight; one that explains its values is believed."""
+    free = [x for x in audit.logicals.values() if x.name not in audit.used and not x.problem]
+    for assembly in itertools.islice(assemblies(fact, free), _WAYS):
+        due = assembly.dues[0]
+        length = fact.shape[-2 if assembly.transposed else -1]
+        rows = (held.transpose(-1, -2) if assembly.transposed else held).reshape(-1, length)
+        value = decode(audit.checkpoint, audit.logicals[due.source], widen=False).reshape(-1, length)
+        at, places = _places([due])
+        cause = reason(
+            audit, audit.logicals[due.source], Pair(held=rows[places], expected=value[at], rows=at, whole=len(value))
+        )
+        if cause and not cause.startswith(UNRELATED) and "none of them" not in cause:
+            audit.used |= {d.source for d in assembly.dues}
+            told = dataclasses.replace(fact, match="content", order=assembly.order)
+            return _merged(audit, told, held, list(assembly.dues))
+    return dataclasses.replace(fact, pattern=unwritten_words(held))
 
 
 def _merged(audit: Ledger, fact: WeightFact, held: Tensor, dues: list[Due]) -> WeightFact:
@@ -79,36 +106,40 @@ def _merged(audit: Ledger, fact: WeightFact, held: Tensor, dues: list[Due]) -> W
     length = row_length(fact)
     transposed = bool(json.loads(fact.order).get("transposed"))
     rows = (held.transpose(-1, -2) if transposed else held).reshape(-1, length)
-    wrong: list[str] = []
-    words: dict[str, int] = {}
-    for source, group in itertools.groupby(sorted(dues, key=lambda d: d.source), key=lambda d: d.source):
+    wrong: dict[str, str] = {}
+    count = fact.unmatched - length * sum(due.count for due in dues)
+    by_source: dict[str, list[Due]] = {}
+    for due in dues:
+        by_source.setdefault(due.source, []).append(due)
+    for source, group in by_source.items():
         logical = audit.logicals[source]
         value = decode(audit.checkpoint, logical, widen=False).reshape(-1, length)
-        at, places = _places(list(group))
+        at, places = _places(group)
         pair = Pair(held=rows[places], expected=value[at], rows=at, whole=len(value))
         by_row = wrong_by_row(pair)
+        count += int(by_row.sum())
         if not int(by_row.sum()):
             continue
         if not wrong:
             fact = _first(audit, fact, source, pair, places, by_row, transposed=transposed)
-        wrong.append(source)
-        if len(wrong) <= _TOLD:
-            parts = audit.parts(logical)
-            cause = cause_of(pair, stored=stored_weight(logical, parts) if parts is not None else None)
-            if cause is not None:
-                words[cause.words] = words.get(cause.words, 0) + 1
+        wrong[source] = reason(audit, logical, pair) if len(wrong) < _TOLD else ""
     if not wrong:
         return fact
-    return dataclasses.replace(fact, source=", ".join(wrong), pattern=_sentence(words, wrong))
+    return dataclasses.replace(fact, source=several(wrong), unmatched=max(1, count), pattern=_sentence(wrong))
 
 
-def _sentence(words: dict[str, int], wrong: list[str]) -> str:
-    """Put the causes found in tensors of one weight into words."""
-    if not words:
+def _sentence(wrong: dict[str, str]) -> str:
+    """Put the causes found in the tensors of one weight into words; most are told of one or all alike."""
+    told: dict[str, list[str]] = {}
+    for source, words in wrong.items():
+        if words:
+            told.setdefault(words, []).append(source)
+    if not told:
         return ""
-    told = max(words, key=lambda w: words[w])
-    where = wrong[0] if len(wrong) == 1 else f"{wrong[0]} and {len(wrong) - 1} more"
-    return f"{told}, in the place of {where}"
+    if len(told) == 1 and len(wrong) > _TOLD:
+        words = next(iter(told))
+        return f"{words}, in the place of {next(iter(wrong))} and {len(wrong) - 1} more"
+    return "; ".join(f"{words}, in the place of {' and '.join(sources)}" for words, sources in told.items())
 
 
 def _places(dues: list[Due]) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+_FEW = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,12 @@ class WeightFact:
     ascending: bool = True
     narrowed: bool = False
     digests: Mapping[str, str] = field(default_factory=dict)
+
+
+def several(names: Iterable[str]) -> str:
+    """Return names as one text, the first few of many."""
+    given = list(names)
+    return ", ".join(given[:_FEW]) + (f", ... ({len(given)} in all)" if len(given) > _FEW else "")
 
 
 def order_runs(order: str) -> list[list[Any]]:

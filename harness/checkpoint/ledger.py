@@ -29,6 +29,7 @@ class Ledger:
     used: set[str] = field(default_factory=set)
     raw_used: set[str] = field(default_factory=set)
     errors: dict[str, str] = field(default_factory=dict)
+    searches: int = 0
     guesses: dict[str, str] = field(default_factory=dict)
     """For a weight that differs from the one tensor whose name ends as its own does: that tensor."""
     dues: dict[int, list[Due]] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 
-from harness.checkpoint.fact import WeightFact, only_source, order_sources
+from harness.checkpoint.fact import WeightFact, only_source, order_sources, several
 from harness.checkpoint.formats import Logical
 from harness.checkpoint.gaps import due_rows
 from harness.checkpoint.ledger import Ledger
@@ -39,7 +39,7 @@ def attribute_gaps(audit: Ledger, hit: set[str]) -> None:
             names = list(dict.fromkeys(due.source for due in dues))
             taken |= set(names)
             audit.used |= set(names)
-            audit.facts[at] = dataclasses.replace(fact, source=", ".join(names))
+            audit.facts[at] = dataclasses.replace(fact, source=several(names))
 
 
 def row_length(fact: WeightFact) -> int:

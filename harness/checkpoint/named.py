@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from harness.adapter import Weight
-from harness.checkpoint.causes import causes_of
+from harness.checkpoint.causes import causes_of, pair_of
 from harness.checkpoint.content import Pending
 from harness.checkpoint.fact import WeightFact
 from harness.checkpoint.formats import Logical, decode
 from harness.checkpoint.ledger import Ledger
 from harness.checkpoint.near import Near, beyond_a_step
 from harness.checkpoint.place import place_of
+from harness.checkpoint.reasons import reason
 from harness.checkpoint.values import Difference, difference, in_source_shape, nonfinite, rounded_digests
 from harness.errors import CheckpointError
 
@@ -170,5 +171,4 @@ def _cause(audit: Ledger, logical: Logical, diff: Difference, held: Tensor, expe
     if diff.how == "shape":
         return ""
     value = in_source_shape(held, expected.shape, diff.how)
-    found = causes_of(held=value, expected=expected, logical=logical, parts=audit.parts(logical))
-    return found.words if found is not None else ""
+    return reason(audit, logical, pair_of(value, expected))

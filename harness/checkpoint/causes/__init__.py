@@ -11,9 +11,21 @@ from harness.checkpoint.causes.misread import Mistake
 from harness.checkpoint.causes.pair import Pair, pair_of
 from harness.checkpoint.causes.search import Cause, cause_of
 from harness.checkpoint.causes.stored import Stored, stored_weight
+from harness.checkpoint.causes.unwritten import unwritten_words
 from harness.checkpoint.recognise import Logical
 
-__all__ = ["UNRELATED", "Cause", "Mistake", "Pair", "Stored", "cause_of", "causes_of", "pair_of", "stored_weight"]
+__all__ = [
+    "UNRELATED",
+    "Cause",
+    "Mistake",
+    "Pair",
+    "Stored",
+    "cause_of",
+    "causes_of",
+    "pair_of",
+    "stored_weight",
+    "unwritten_words",
+]
 
 
 def causes_of(

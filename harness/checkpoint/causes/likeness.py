@@ -106,7 +106,7 @@ def likeness_words(few: Pair, mask: Tensor, where: str, drawn: str) -> str:
     held, due = a[fine], e[fine]
     factor = _factor(held, due)
     if factor is not None:
-        return f"{factor:.4g} times the checkpoint's values{where}: a scale"
+        return f"{factor:.3g} times the checkpoint's values{where}: a scale"
     if _scaled_by_block(a.nan_to_num(), e.nan_to_num()):
         return "the checkpoint's values times another factor in each block: block scales misread or in another order"
     likeness = float(held @ due / (held.norm() * due.norm()).clamp(min=1e-300))

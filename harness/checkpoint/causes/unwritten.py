@@ -26,6 +26,17 @@ def constant_words(held: Tensor) -> str:
     return "zeros" if usual == 0 else f"the constant {usual:.4g}"
 
 
+def unwritten_words(held: Tensor) -> str:
+    """Say what a weight looks like that nothing filled, in words after "memory holds"; "" if like nothing known."""
+    few = held.reshape(-1, held.shape[-1]) if held.dim() else held.reshape(1, 1)
+    few = few[:: max(1, len(few) // 64)][:64, : 1 << 14].float()
+    words = constant_words(few)
+    if words:
+        return words if ":" in words else f"{words}: never written, or still as it was made"
+    rows = held.shape[-2] if held.dim() > 1 else 1
+    return initialised_words(few, (rows, few.shape[1])) or "values of no checkpoint tensor"
+
+
 def initialised_words(held: Tensor, shape: tuple[int, int]) -> str:
     """Say which initialiser the values look drawn by, in words after "memory holds"; "" if none.
 
