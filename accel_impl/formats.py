@@ -127,9 +127,11 @@ def decode_mxfp4(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """
     rows, half = packed.shape
     pairs = out.view(rows, half, 2)
-    pairs[..., 0] = E2M1[(packed & 0x0F).long()]
-    pairs[..., 1] = E2M1[(packed >> 4).long()]
-    out.view(rows, -1, MX_BLOCK).mul_(exp2_of(scale)[..., None])
+    for first in range(0, rows, STRIP_ROWS):
+        strip = slice(first, first + STRIP_ROWS)
+        pairs[strip, :, 0] = E2M1[(packed[strip] & 0x0F).int()]
+        pairs[strip, :, 1] = E2M1[(packed[strip] >> 4).int()]
+        out.view(rows, -1, MX_BLOCK)[strip].mul_(exp2_of(scale[strip])[..., None])
     return out
 
 
