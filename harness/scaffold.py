@@ -27,6 +27,8 @@ spec = "port.py:port"             # FILE.py:function, package.module:function, h
 
 [run]
 # checkpoint = "/models/NAME"     # where neither spec names one (two of your own functions)
+# layers = "0-3,47,92"            # these layers alone, at true width: a cut checkpoint for both sides
+# random_weights = false          # make weights up, where there is only a configuration yet
 # stage = "all"                   # load, startup, text, image, multi_card, long_context; earlier ones run too
 # out = "day0-run"
 # profile = "quick"               # or "full": more cases, tails, longer ladders

@@ -80,7 +80,7 @@ def worst_verdict(stage: StageReport) -> Verdict | None:
     """
     judged = [v for v in stage.verdicts if v.status not in (Status.SKIPPED, Status.BLOCKED)]
     bad = [v for v in judged if v.status in _BAD and v.criterion.blocking]
-    telling = [v for v in judged if v.criterion.blocking and not v.criterion.metric.endswith("_over_plan")]
+    telling = [v for v in judged if v.criterion.blocking and not v.criterion.metric.endswith(("_over_plan", "_over_promise"))]
     pool = bad or telling or [v for v in judged if v.criterion.blocking] or judged
     if not pool:
         return None
