@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _RUN = re.compile(r'\["([^"]*)", \d+, \d+\]')
+_SURE = re.compile(r"permuted|exchanged|interleaved|shifted|reversed|another tensor than its own|in the place of")
+"""Patterns that say more than the order that was found."""
 FEW = 3
 """Tensors that are named; the rest of a long order is left to the message."""
 
@@ -19,6 +21,9 @@ def held(detail: Mapping[str, Any]) -> str:
     """
     order, source = str(detail.get("order", "")), str(detail.get("source", ""))
     found = list(dict.fromkeys(name for name in _RUN.findall(order) if name))
+    pattern = str(detail.get("pattern") or "")
+    if _SURE.search(pattern):
+        return pattern
     if "permute" in order or '"transposed": true' in order:
         return "its tensor with axes exchanged: a transposition"
     if len(found) == 1 and source and found != [source] and "," not in source:
@@ -26,7 +31,7 @@ def held(detail: Mapping[str, Any]) -> str:
     woven = re.search(r'"stride": (\d+)', order)
     if len(found) == 1 and woven is not None and int(woven[1]) > 1:
         return "its own rows in another order, woven into each other: rotary halves against pairs, or a fused layout"
-    return str(detail.get("pattern") or "")
+    return pattern
 
 
 def joined(detail: Mapping[str, Any]) -> str:

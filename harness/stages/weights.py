@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.precision.scheme import Precision
 from harness.stages import measured
-from harness.stages.orders import canonical, layerless, order_words, sources, template
+from harness.stages.orders import ascending, canonical, exchanged_words, layerless, order_words, sources, template
 from harness.types import Measurement, Run
 
 NAME = "load"
@@ -128,6 +128,11 @@ class _Reference:
         usual, count = peers.most_common(1)[0] if peers else ("", 0)
         return count >= 2 and 2 * count > peers.total() and layerless(weight["order"]) != usual
 
+    def usual(self, weight: Mapping[str, Any]) -> str:
+        """Return how most layers of the port put this parameter together, without the layer's number."""
+        peers = self._peers[template(weight["name"])]
+        return peers.most_common(1)[0][0] if peers else ""
+
     def of(self, weight: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return the reference's parameter of the same name, else the one of the same checkpoint tensor."""
         return self._by_name.get(weight["name"]) or (
@@ -148,8 +153,11 @@ class _Reference:
 
 
 def _one_weight(run: Run, w: Mapping[str, Any], reference: _Reference, order: int) -> Iterator[Measurement]:
-    def one(metric: str, value: float, message: str) -> Measurement:
+    def one(metric: str, value: float, message: str, pattern: str = "") -> Measurement:
         detail = {k: w[k] for k in _TOLD}
+        if pattern:
+            detail["pattern"] = pattern
+            message += f"; memory holds {pattern}"
         detail |= {"message": f"{w['name']}: {message}", "order": w["order"][:400]}
         return measured(NAME, run, metric, value, w["name"], order=order, detail=detail)
 
@@ -200,22 +208,22 @@ def _order(w: Mapping[str, Any], reference: _Reference, one: Any) -> Iterator[Me
         same_shape = other["shape"] == w["shape"]
         if same_shape and canonical(other["order"]) != canonical(w["order"]):
             message = f"put together otherwise than the reference's {other['name']} ({order_words(other['order'])})"
-            yield one("provenance_mismatches", 1.0, message)
+            words = exchanged_words(w["order"], other["order"]) or w["pattern"]
+            yield one("provenance_mismatches", 1.0, message, words)
         elif not same_shape and not plain and not w["regular"]:
             yield one("unchecked_orders", 1.0, f"no reference of this shape; {order_words(w['order'])}")
         return
     if plain:
         return
+    words = order_words(w["order"])
     if w["match"] == "named":
-        yield one(
-            "provenance_mismatches", 1.0, f"the rows of {w['source']} in another order: {order_words(w['order'])}"
-        )
+        yield one("provenance_mismatches", 1.0, f"the rows of {w['source']} in another order: {words}", w["pattern"])
     elif not w["ascending"]:
-        yield one("provenance_mismatches", 1.0, f"numbered tensors in another order: {order_words(w['order'])}")
+        pattern = exchanged_words(w["order"], ascending(w["order"]))
+        yield one("provenance_mismatches", 1.0, f"numbered tensors in another order: {words}", pattern)
     elif reference.odd_one_out(w):
-        yield one(
-            "provenance_mismatches", 1.0, f"put together otherwise than in most layers: {order_words(w['order'])}"
-        )
+        pattern = exchanged_words(layerless(w["order"]), reference.usual(w))
+        yield one("provenance_mismatches", 1.0, f"put together otherwise than in most layers: {words}", pattern)
     elif sources(w["order"]) > 1 or not w["regular"]:
         yield one("unchecked_orders", 1.0, f"no reference parameter of this name; {order_words(w['order'])}")
 
