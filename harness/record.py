@@ -21,6 +21,10 @@ from harness.golden import load_failure, load_trace, read_manifest, save_failure
 from harness.types import Failure, Run, Setup, Trace, as_json
 
 BEAT_BYTES = 512
+_HINTS = {
+    signal.SIGKILL: " (the system often kills a process this way when memory runs out)",
+    signal.SIGBUS: " (a mapped file was cut short while it was read: is something writing to a shard or a golden?)",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +230,7 @@ class Session:
         self._process = None
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         kind = "memory" if code == -signal.SIGKILL else "crash"
-        hint = " (the system often kills a process this way when memory runs out)" if kind == "memory" else ""
+        hint = _HINTS.get(-code, "")
         tail = "\n".join(self._log().splitlines()[-20:])
         return Failure(
             run=run,

@@ -15,7 +15,8 @@ CONFIG = """\
 [reference]                       # the side that is believed
 spec = "builtin:reference"        # a transformers folder: "hf:/models/NAME"
 # dtype = "float32"               # one precision above the port unless set
-# options = { attn = "eager" }    # what the adapter takes, as text; the same as "?attn=eager" in the spec
+# options = { attn = "eager" }    # what the adapter takes, as text; the same as "?attn=eager" in the spec; a folder
+                                  # that is larger than memory: { stream = "1" }
 
 [accel]                           # your port
 spec = "port.py:port"             # FILE.py:function, package.module:function, hf:PATH, openai:URL, serve:COMMAND

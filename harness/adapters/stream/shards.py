@@ -60,8 +60,9 @@ class Shards:
             self._mapped(file)
 
     def announce(self, names: Iterable[str]) -> None:
-        """Say that tensors will be read soon, and count them as read."""
+        """Say that tensors will be read soon, and count them as read. Raises CheckpointError for a changed shard."""
         for ref in (self.checkpoint.tensors[name] for name in names):
+            self._mapped(ref.file)
             self.read_bytes += ref.nbytes
             self._advise(ref, mmap.MADV_WILLNEED)
 
