@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,44 @@ def test_packed_weights_are_decoded_by_the_house(tmp_path: Path) -> None:
         expected = (pairs * torch.exp2(scales.float() - 127)[..., None]).flatten(-2).transpose(-1, -2)
         assert torch.equal(found[name], expected)
     observed(open_one(folder, "bfloat16"))
+
+
+def test_merged_experts_are_decoded_each(tmp_path: Path) -> None:
+    """FP8 experts with block scales are decoded one by one, and merged as the library merges plain ones."""
+    folder = models.build("deepseek_v3", tmp_path / "fp8", dtype="bfloat16")
+    plain = {w.name: w.tensor for w in open_one(folder).weights()}
+    state = {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    for name in [n for n in state if ".experts." in n]:
+        codes = state[name].float().mul(4).to(torch.float8_e4m3fn)  # one block: the scale undoes the factor
+        state |= {name: codes, f"{name}_scale_inv": torch.full((1, 1), 0.25)}
+    save_file(state, folder / "model.safetensors")
+    words = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": words}))
+    found = {w.name: w.tensor for w in open_one(folder).weights()}
+    assert found.keys() == plain.keys()
+    for name, value in plain.items():
+        rounded = value.mul(4).to(torch.float8_e4m3fn).float() / 4 if ".experts." in name else value
+        assert torch.equal(found[name], rounded), name
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss"])
+def test_a_declared_precision_is_that_of_a_load(folder_of: Callable[[str], Path], name: str) -> None:
+    """A floor that rounds weights, inputs and caches as declared gives the same bits streamed, twice in a row."""
+    from harness.adapters.hf import hf_adapter
+    from harness.runs import opened
+
+    declared = {"weights": "float8_e4m3fn:channel", "activations": "int8:token", "cache": "float8_e4m3fn:head"}
+    folder, found = folder_of(name), []
+    for stream in "10":
+        setup = replace(setup_of(folder, "bfloat16", stream, role="floor"), precision=declared)
+        adapter = hf_adapter(folder, setup)
+        opened(adapter, folder, setup)
+        found += [observed(adapter).tensors(), observed(adapter).tensors()]
+    assert all(same(found[0], each) for each in found[1:])
+    assert not same(found[0], observed(open_one(folder, "bfloat16")).tensors())
 
 
 def test_a_module_of_ones_own_can_stream(tmp_path: Path) -> None:

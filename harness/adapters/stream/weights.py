@@ -114,24 +114,11 @@ class Weights:
         value = value.to(shape.dtypes[name])
         return value.double() if shape.wide and value.dtype is torch.float32 else value
 
-    def held_bytes(self, names: Sequence[str], key: str) -> int:
-        """Return the bytes that parameters take in memory; none for what is a view on a file."""
-        shape, total = self.shapes[key], 0
-        for name in names:
-            stored = self._stored_dtype(name, key)
-            if stored is not shape.dtypes[name]:
-                width = 8 if shape.wide and shape.dtypes[name] is torch.float32 else shape.dtypes[name].itemsize
-                total += shape.shapes[name].numel() * width
-        return total
-
-    def _stored_dtype(self, name: str, key: str) -> torch.dtype | None:
-        from harness.checkpoint.header import torch_dtype
-
-        recipe = self.shapes[key].of(name)
-        if recipe is None or recipe.make is not None:
-            return None
-        logical = self.logicals[recipe.sources[0]]
-        return None if logical.quantised else torch_dtype(logical.dtype)
+    def bytes_of(self, names: Sequence[str], key: str) -> int:
+        """Return the bytes that parameters take, stored and as a module of a precision holds them."""
+        shape, parts = self.shapes[key], self._stored(self.sources(names, key))
+        held = sum(shape.shapes[name].numel() * shape.dtypes[name].itemsize for name in names)
+        return held + sum(self.shards.checkpoint.tensors[part].nbytes for part in parts)
 
     def _made(self, recipe: Recipe, shape: Shape, decoded: dict[str, Tensor]) -> Mapping[str, Tensor]:
         dtype = shape.dtypes[recipe.targets[0]]

@@ -171,8 +171,8 @@ class Streamed:
 
     def widest(self) -> str:
         """Return the unit that takes most memory."""
-        weights = self.window.weights
-        return max(self.window.units, key=lambda unit: weights.held_bytes(self.window.units[unit], self.key))
+        weights, units = self.window.weights, self.window.units
+        return max(units, key=lambda unit: weights.bytes_of(units[unit], self.key))
 
     def try_window(self) -> None:
         """Bring the widest unit in and the one after it, and let them go. Raises CheckpointError."""
