@@ -55,7 +55,10 @@ def prepared(config: Config, say: Say, *, scratch: Path | None = None) -> Config
         for side, section in sections.items()
         if specs[side].kind == "hf" and (Path(specs[side].target).expanduser() / "config.json").is_file()
     }
-    run = config.run.model_copy(update={"checkpoint": part(whole), "layers": None, "random_weights": False})
+    done = {"checkpoint": part(whole), "layers": None, "random_weights": False, "manifest": None}
+    if config.run.manifest is not None:
+        say(f"the digests of {config.run.manifest} are of the whole model's files: they say nothing of a part")
+    run = config.run.model_copy(update=done)
     return config.model_copy(update={**changed, "run": run})
 
 

@@ -117,6 +117,18 @@ def test_a_cut_that_its_configuration_contradicts_is_refused(tmp_path, monkeypat
         plan_cut(checkpoint, (0, 2, 3))
 
 
+def test_words_beside_the_weights_are_copied_and_digests_are_not(tmp_path):
+    """Tokenizer and templates go with a cut; digests of the whole's files, an index and links that leave do not."""
+    source = model(tmp_path / "whole")
+    for name in ("tokenizer.json", "chat_template.jinja", "SHA256SUMS.txt", "day0-manifest.json", "modeling.py"):
+        (source / name).write_text("{}")
+    (tmp_path / "outside.json").write_text("{}")
+    (source / "link.json").symlink_to(tmp_path / "outside.json")
+    found = {p.name for p in cut(source, (1, 2), tmp_path / "cut").iterdir()}
+    expected = {"config.json", "day0-cut.json", "model.safetensors"}
+    assert found == expected | {"tokenizer.json", "chat_template.jinja", "modeling.py"}
+
+
 # --- writing ---
 
 

@@ -27,6 +27,7 @@ from harness.checkpoint.folder import INDEX
 from harness.checkpoint.header import TensorRef
 from harness.checkpoint.names import Family, families, split, tower
 from harness.checkpoint.problems import promise_problems
+from harness.checkpoint.scan.manifest import LISTS, MANIFEST
 from harness.errors import CheckpointError, UsageError
 from harness.types import as_json
 
@@ -240,8 +241,14 @@ def write_cut(plan: Plan, folder: Path, told: Told | None = None, *, hollow: boo
 
 
 def copy_words(source: Path, folder: Path) -> None:
-    """Copy what stands beside the weights: tokenizer, templates, preprocessor, code; neither index nor weights."""
+    """Copy what stands beside the weights: tokenizer, templates, preprocessor, code.
+
+    Neither index nor weights, nor digests, which are of other files; no link that leaves the folder is followed.
+    """
+    inside = (source.resolve(), source.resolve().parent.parent / "blobs")
     for path in sorted(source.iterdir()):
-        plain = path.is_file() and path.suffix in _WORD_FILES and path.stat().st_size <= _WORDS_BYTES
-        if plain and path.name not in (CONFIG, INDEX, CUT_FILE) and not path.name.endswith(".index.json"):
+        other = path.name in (CONFIG, INDEX, CUT_FILE, MANIFEST, *LISTS) or path.name.endswith(".index.json")
+        if other or path.suffix not in _WORD_FILES or not path.is_file() or path.resolve().parent not in inside:
+            continue
+        if path.stat().st_size <= _WORDS_BYTES:
             shutil.copyfile(path, folder / path.name)
