@@ -146,7 +146,7 @@ def verify(
     from harness import pipeline
 
     if dry_run:
-        _print_rows(pipeline.dry_run(settings))
+        _print_rows(pipeline.dry_run(settings, typer.echo))
         return
     from harness.report.github import append_step_summary
     from harness.report.terminal import make_display
@@ -197,7 +197,9 @@ def record(
         display.close(None)
     typer.echo(f"{count} runs recorded in {folder}")
     if count:
-        typer.echo(f"use them with: day0 verify --goldens {folder} --accel SPEC")
+        same = f"--layers {layers} " if layers is not None else ""
+        same += "--random-weights " if random_weights else ""
+        typer.echo(f"use them with: day0 verify {same}--goldens {folder} --accel SPEC")
     if lost:
         _complain("\n".join(["not everything could be recorded; no port is judged by what is missing:", *lost]))
         raise typer.Exit(EXIT_REFUSED)
@@ -330,6 +332,11 @@ def prove(
     ] = 0,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write prove.md and prove.json.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints", help="Damage checkpoints of every format instead of ports.")
+    ] = False,
+    formats: Annotated[str, typer.Option("--formats", metavar="A,B", help="Formats of --checkpoints.")] = "",
+    beside: Annotated[bool, typer.Option("--beside", help="With --checkpoints: ask transformers too (slow).")] = False,
 ) -> None:
     """Break ports on purpose, and print what the gates say of each: the fault catalogue against the criteria."""
     from rich.console import Console
@@ -340,6 +347,16 @@ def prove(
 
     proving.quiet()
     console = Console(width=None if sys.stdout.isatty() else 160)
+    if checkpoints:
+        from harness.faults.disk import prove as on_disk
+        from harness.faults.disk import table
+
+        found, code = on_disk.run(
+            formats=formats, only=only, seed=seed, beside=beside, out=out, json_file=json_file,
+            say=lambda text: typer.echo(text, err=True),
+        )  # fmt: skip
+        table.show(found, console)
+        raise typer.Exit(code)
     rows, code = proving.run(
         everything=everything, architectures=architecture, only=only, seed=seed, jobs=jobs, out=out,
         json_file=json_file, say=lambda text: typer.echo(text, err=True),

@@ -6,7 +6,11 @@ import hashlib
 import json
 
 import pytest
+import torch
+from checkpoint.checkpoint_files import write
 
+from harness.checkpoint import open_checkpoint
+from harness.checkpoint.scan import content_facts
 from harness.checkpoint.scan.manifest import MANIFEST, digest_problems, manifest_text, published
 from harness.errors import CheckpointError
 
@@ -69,3 +73,15 @@ def test_a_named_manifest_that_says_nothing_is_refused(text, tmp_path):
     path.write_text(text)
     with pytest.raises(CheckpointError, match="expected"):
         published(tmp_path, [FILE], path)
+
+
+def test_a_manifest_covers_what_lies_beside_the_shards(tmp_path):
+    """A configuration that is not the recorded one is named, although no tensor contradicts it."""
+    folder = write(tmp_path / "ck", {"a": torch.zeros(4, 4)}, config={"rope_theta": 10000.0})
+    digests = content_facts(open_checkpoint(folder))["digests"]
+    assert {"config.json", "model.safetensors.index.json"} <= set(digests)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest_text(digests))
+    (folder / "config.json").write_text('{"rope_theta": 500000.0}')
+    facts = content_facts(open_checkpoint(folder), manifest=manifest)
+    assert [(p["kind"], p["file"]) for p in facts["problems"] if p["kind"] == "digest"] == [("digest", "config.json")]

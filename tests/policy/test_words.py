@@ -15,6 +15,7 @@ BROAD = {
     "harness/ranks.py": "the side under test may raise anything",
     "harness/plugins.py": "the side under test may raise anything when it is imported",
     "harness/faults/lab.py": "the side under test may raise anything",
+    "harness/faults/disk/second.py": "another loader may raise anything",
     "harness/campaign.py": "around a stage's measure function",
     "harness/adapters/images.py": "the side under test refuses a layout in its own way",
     "harness/adapters/text.py": "the tokenizers library raises bare Exception",

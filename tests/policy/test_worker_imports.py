@@ -14,7 +14,7 @@ LAZY = {
     "httpx": {"harness/adapters/server.py", "harness/adapters/smoke.py"},
     "tokenizers": {"harness/adapters/text.py", "harness/adapters/server.py"},
     "jinja2": {"harness/adapters/text.py"},
-    "blake3": {"harness/golden/digest.py", "harness/checkpoint/scan/shard.py"},
+    "blake3": {f"harness/{x}.py" for x in ("golden/digest", "checkpoint/scan/shard", "checkpoint/scan/manifest")},
     "tomli": {"harness/mapping/file.py"},
 }
 """What may be imported inside a function, where a port asks for it, and only there."""

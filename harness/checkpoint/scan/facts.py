@@ -12,7 +12,7 @@ from typing import Any
 from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.scan.convert import Conversion
 from harness.checkpoint.scan.estimate import expected_seconds
-from harness.checkpoint.scan.manifest import digest_problems, published
+from harness.checkpoint.scan.manifest import BESIDE, beside_digests, digest_problems, published
 from harness.checkpoint.scan.shard import ShardScan
 from harness.checkpoint.scan.stream import finished, scan, scan_bytes, unchanged
 from harness.checkpoint.scan.suspicion import FALSE_ALARMS, suspicions
@@ -47,7 +47,7 @@ def content_facts(
     Raises:
         CheckpointError: the named manifest cannot be read.
     """
-    known = published(checkpoint.path, checkpoint.headers, manifest)
+    known = published(checkpoint.path, (*checkpoint.headers, *BESIDE), manifest)
     own = "blake3" if find_spec("blake3") is not None else "blake2b"
     asked = {own, *(name for digests in known.values() for name in digests)}
     algorithms = sorted(asked if own == "blake3" else asked - {"blake3"})
@@ -61,6 +61,7 @@ def content_facts(
     )  # fmt: skip
     told("every file was read; looking at what they show together")
     digests = {shard.file: dict(shard.digests) for shard in shards if shard.digests}
+    digests |= beside_digests(checkpoint.path, algorithms)
     wrong = digest_problems(digests, known)
     statistics = [s for shard in shards for s in shard.statistics]
     return {

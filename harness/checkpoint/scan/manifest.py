@@ -6,10 +6,12 @@ whose names are digests, or the metadata of a local download. Names in lists are
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from harness.checkpoint.header import Problem
 from harness.errors import CheckpointError
@@ -20,6 +22,13 @@ LISTS = ("SHA256SUMS", "sha256sums.txt", "SHA256SUMS.txt", "checksums.sha256")
 MAX_BYTES = 64 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
+
+BESIDE = (
+    "config.json", "model.safetensors.index.json", "generation_config.json", "hf_quant_config.json",
+    "quantize_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+"""Files beside the shards that decide what a model computes: one word of them changes every answer."""
 
 Digests = Mapping[str, Mapping[str, str]]
 """Hex digests by file and algorithm."""
@@ -42,6 +51,29 @@ def published(folder: Path, files: Iterable[str], manifest: Path | None = None) 
         if path.is_file() and path.stat().st_size <= MAX_BYTES:
             _add(found, _list(path.read_text(errors="replace")), wanted)
     return {file: digests for file, digests in found.items() if digests}
+
+
+def beside_digests(folder: Path, algorithms: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the digests of the small files that lie beside the shards and decide what is computed."""
+    found = {}
+    for name in BESIDE:
+        path = folder / name
+        if path.is_file() and path.stat().st_size <= MAX_BYTES:
+            states = {algorithm: hasher(algorithm) for algorithm in algorithms}
+            content = path.read_bytes()
+            for state in states.values():
+                state.update(content)
+            found[name] = {algorithm: state.hexdigest() for algorithm, state in states.items()}
+    return found
+
+
+def hasher(algorithm: str) -> Any:
+    """Return a state to be fed with bytes; BLAKE3 needs its own package."""
+    if algorithm == "blake3":
+        from blake3 import blake3
+
+        return blake3()
+    return hashlib.new(algorithm)
 
 
 def _add(found: dict[str, dict[str, str]], more: Digests, wanted: set[str]) -> None:

@@ -7,11 +7,10 @@ a manifest that was recorded while the files were whole.
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,8 +94,8 @@ class Shelf:
         """Remove what was written last."""
         shutil.rmtree(self.scratch / self.name / str(self._count), ignore_errors=True)
 
-    def row(self, damage: Damage) -> DiskRow:
-        """Damage the files and say which check sees it."""
+    def row(self, damage: Damage, other: Callable[[Path], str] | None = None) -> DiskRow:
+        """Damage the files and say which check sees it; `other` says what another loader makes of the folder."""
         begin = time.perf_counter()
         row = DiskRow(
             format=self.name, name=damage.name, says=damage.says, kind="fault" if damage.seen else "benign",
@@ -107,8 +106,9 @@ class Shelf:
         except NoPlace as why:
             return replace(row, outcome="no place", note=str(why))
         row = _harmless(row, damage, folder) if not damage.seen else _fault(row, damage, folder, places, self.manifest)
+        row = replace(row, wall_s=time.perf_counter() - begin, others=other(folder) if other is not None else "")
         self.sweep()
-        return replace(row, wall_s=time.perf_counter() - begin)
+        return row
 
 
 def _fault(row: DiskRow, damage: Damage, folder: Path, places: Sequence[str], manifest: Path) -> DiskRow:
@@ -181,8 +181,3 @@ def _said(check: str, problem: Mapping[str, Any]) -> Said:
 def _file_in(message: str) -> str:
     found = re.search(r"[\w.-]+\.(?:json|safetensors)", message)
     return found.group() if found else ""
-
-
-def as_lines(rows: Sequence[DiskRow]) -> str:
-    """Return rows as JSON lines."""
-    return "".join(json.dumps(as_json(row)) + "\n" for row in rows)

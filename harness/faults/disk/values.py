@@ -151,12 +151,12 @@ def scales_zero(files: Files) -> list[str]:
     return answers(weight)
 
 
-@damage("content", "zero")
+@damage("manifest", "zero|digest")
 def norm_zero(files: Files) -> list[str]:
     """All elements of a norm are zero."""
     weight = weights(files, kinds="norm")[-1]
     change(files, weight.parts["weight"], lambda a: np.zeros_like(a))
-    return answers(weight)
+    return [*answers(weight), files.file_of(weight.parts["weight"])]
 
 
 @damage("content", "zero|\\[0, 0\\]")
