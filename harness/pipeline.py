@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -97,13 +97,12 @@ def _made(folder: Path) -> Path:
     return folder.resolve()
 
 
-def dry_run(config: Config) -> list[dict[str, Any]]:
-    """Return what would run, one row per stage, role and run, without loading anything."""
+def dry_run(config: Config, say: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    """Return what would run, one row per stage, role and run, without loading anything; say what would be written."""
     load_checklists(config.run.checklists)
     out = config.run.out.resolve()
-    words: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
-        config = prepared(config, words.append, scratch=Path(scratch))
+        config = prepared(config, say, scratch=Path(scratch))
         carried = carried_references(config)
         checkpoint, sessions = make_sessions(config, out / "sessions", carried)
         try:
@@ -114,8 +113,7 @@ def dry_run(config: Config) -> list[dict[str, Any]]:
     job_of = {job.folder: job for job in reversed(schedule.jobs)}
     stage_of = {run.id: run.stage for run in plan.runs(*STAGES)}
     forwards = {"forward": 1, "steps": 2, "generate": 16, "latency": 64, "simulate": 2, "ranks": 4, "concurrent": 32}
-    rows: list[dict[str, Any]] = [{"stage": "", "skipped": text} for text in words]
-    rows += [{"stage": s, "skipped": why} for s, why in plan.skipped.items()]
+    rows: list[dict[str, Any]] = [{"stage": s, "skipped": why} for s, why in plan.skipped.items()]
     for (role, run_id), folder in schedule.folders.items():
         job = job_of[folder]
         tokens = len(job.run.case.token_ids or ()) if job.run.case else 0

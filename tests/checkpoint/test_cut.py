@@ -282,6 +282,21 @@ def test_layers_that_are_no_model_of_their_own(config, layers, words):
         cut_config({**L, **config}, layers)
 
 
+def test_a_kind_of_layer_that_is_left_out_is_noted():
+    """What no chosen layer does is said, with the layers that do it."""
+    kinds = ["linear", "linear", "full"] * 4
+    assert cut_config({**L, "layer_types": kinds}, (0, 2))[1] == ()
+    _, notes = cut_config({**L, "layer_types": kinds}, (0, 3))
+    assert notes == ("no chosen layer is of kind full (layer_types); layers 2,5,8,11 are",)
+
+
+def test_absurd_numbers_of_layers_take_no_time():
+    """A depth or a period that no model has is refused, or left alone, at once."""
+    with pytest.raises(UsageError, match="at most 100000 layers"):
+        cut_config({"num_hidden_layers": 1 << 39}, (0, 1))
+    assert cut_config({**L, "full_attention_interval": 1 << 39}, (0, 3))[0]["full_attention_interval"] == 1 << 39
+
+
 def test_a_period_still_holds_where_remainders_do():
     """Layers whose new numbers have the old remainders keep a period, whatever it is of."""
     found, notes = cut_config({**L, "full_attention_interval": 4}, (0, 1, 2, 3, 8))

@@ -36,6 +36,8 @@ _LAST_SHARED = re.compile(r"^num_(kv_)?shared_(kv_)?layers$")
 _BORROWS = re.compile(r"share|reuse")
 _ALL_LAYERS_IN_ONE = ("hidden_size_per_layer_input",)
 _PROMISED = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers", "num_mtp_modules")
+_MOST_LAYERS = 100_000
+_FEW = 8
 _LONG = 6
 """A list of at least so many entries, one for each layer, is no coincidence whatever its name."""
 
@@ -63,6 +65,8 @@ def cut_config(
         raise UsageError(f"expected the number of layers in the configuration ({', '.join(LAYERS[:3])}), found none")
     if layers[-1] >= depth or not layers:
         raise UsageError(f"expected layers of 0-{depth - 1}, found {spelt(layers)}; choose among those")
+    if depth > _MOST_LAYERS:
+        raise UsageError(f"expected at most {_MOST_LAYERS} layers in the configuration, found {depth}")
     if config.get("is_encoder_decoder") is True:
         raise UsageError("expected a model of one stack of layers, found an encoder and a decoder: it is not cut")
     editor = _Editor(layers, depth, extra)
@@ -160,6 +164,7 @@ class _Editor:
         ):
             self.sets |= self.sets_of(key, value)
             self._borrowed(key, value)
+            self._kinds(key, value)
             return self.picked(value)
         return None
 
@@ -232,6 +237,15 @@ class _Editor:
                     f"layer {layer} goes on with what layer {source} computed ({key}: {value[layer]}); choose both"
                 )
 
+    def _kinds(self, key: str, value: Sequence[Any]) -> None:
+        """Note the kinds of layer that no chosen layer is of: what only they do is not exercised."""
+        kinds = {item for item in value[: self.depth] if isinstance(item, str)}
+        lost = sorted(kinds - {value[layer] for layer in self.layers}) if 1 < len(kinds) <= _FEW else []
+        for kind in lost:
+            where = [layer for layer in range(self.depth) if value[layer] == kind]
+            note = f"no chosen layer is of kind {kind} ({key}); layers {spelt(where[:8])} are"
+            self.notes += [note] if note not in self.notes else []
+
     # --- words and numbers ---
 
     def _string(self, key: str, value: str) -> str:
@@ -273,7 +287,7 @@ class _Editor:
 
 
 def _digits(value: Mapping[str, Any]) -> bool:
-    return bool(value) and all(isinstance(k, str) and k.isdecimal() for k in value)
+    return bool(value) and all(isinstance(k, str) and k.isdecimal() and len(k) < 8 for k in value)
 
 
 def promised(config: Mapping[str, Any]) -> int:

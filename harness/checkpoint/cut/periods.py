@@ -46,6 +46,8 @@ class Periods:
         """Return what to write for one period: nothing where it still holds, or cannot be said."""
         if all(layer % period == j % period for j, layer in enumerate(self.layers)):
             return {}
+        if period > self.depth and self.layers[0] == 0:
+            return {}  # nothing comes but, perhaps, the first
         offset_key = re.sub(r"period|interval|freq", "offset", key)
         offset = owner.get(offset_key) if offset_key != key else None
         shown = [offset % period] if isinstance(offset, int) else self.phases(period)
@@ -66,7 +68,7 @@ class Periods:
         """Return the remainders that lists or tensors show to be special."""
         everything = frozenset(range(self.depth))
         found = []
-        for phase in range(period):
+        for phase in range(min(period, self.depth)):
             special = frozenset(n for n in everything if n % period == phase)
             if special and (special in self.sets or everything - special in self.sets):
                 found.append(phase)
