@@ -26,6 +26,7 @@ from harness.checkpoint.missing import row_length
 from harness.checkpoint.named import with_difference
 from harness.checkpoint.place import place_of
 from harness.checkpoint.reasons import reason
+from harness.checkpoint.slices import cut_of
 from harness.checkpoint.values import difference
 from harness.errors import CheckpointError
 
@@ -105,15 +106,19 @@ def _merged(audit: Ledger, fact: WeightFact, held: Tensor, dues: list[Due]) -> W
     """Compare the rows of a merged weight that are nobody's with those that belong there, a tensor at a time."""
     length = row_length(fact)
     transposed = bool(json.loads(fact.order).get("transposed"))
-    rows = (held.transpose(-1, -2) if transposed else held).reshape(-1, length)
+    turned = held.transpose(-1, -2) if transposed else held
+    rows = turned.reshape(-1, turned.shape[-1])[:, :length]
     wrong: dict[str, str] = {}
     count = fact.unmatched - length * sum(due.count for due in dues)
     by_source: dict[str, list[Due]] = {}
     for due in dues:
         by_source.setdefault(due.source, []).append(due)
     for source, group in by_source.items():
-        logical = audit.logicals[source]
-        value = decode(audit.checkpoint, logical, widen=False).reshape(-1, length)
+        base, columns = cut_of(source)
+        logical = audit.logicals[base]
+        value = decode(audit.checkpoint, logical, widen=False)
+        value = value[..., slice(*columns)] if columns else value
+        value = value.reshape(-1, length)
         at, places = _places(group)
         pair = Pair(held=rows[places], expected=value[at], rows=at, whole=len(value))
         by_row = wrong_by_row(pair)
@@ -122,7 +127,7 @@ def _merged(audit: Ledger, fact: WeightFact, held: Tensor, dues: list[Due]) -> W
             continue
         if not wrong:
             fact = _first(audit, fact, source, pair, places, by_row, transposed=transposed)
-        wrong[source] = reason(audit, logical, pair) if len(wrong) < _TOLD else ""
+        wrong[source] = reason(audit, logical, pair, columns) if len(wrong) < _TOLD else ""
     if not wrong:
         return fact
     return dataclasses.replace(fact, source=several(wrong), unmatched=max(1, count), pattern=_sentence(wrong))
@@ -157,7 +162,10 @@ def _first(
     held, expected = pair.held[row], pair.expected[row].to(pair.held.dtype)
     column = int((~same(held, expected)).int().argmax())
     number = int(pair.rows[row])
-    file, offset = place_of(audit.checkpoint, audit.logicals[source], number * len(held) + column)
+    base, columns = cut_of(source)
+    logical = audit.logicals[base]
+    flat = number * (logical.shape[-1] if columns else len(held)) + column + (columns[0] if columns else 0)
+    file, offset = place_of(audit.checkpoint, logical, flat)
     lead = (*fact.shape[:-2], fact.shape[-1]) if transposed else fact.shape[:-1]
     index = tuple(int(i) for i in torch.unravel_index(places[row], lead)) if lead else ()
     first = (*index[:-1], column, index[-1]) if transposed else (*index, column)

@@ -24,6 +24,7 @@ from harness.checkpoint.ledger import Ledger
 from harness.checkpoint.missing import attribute_gaps, pair_the_rest
 from harness.checkpoint.named import take
 from harness.checkpoint.near import Near
+from harness.checkpoint.slices import cut_of
 from harness.checkpoint.summary import is_derived, summary
 from harness.precision.scheme import Precision
 
@@ -96,6 +97,9 @@ def _explain_pending(audit: Ledger) -> dict[str, tuple[int, int]]:
         named = fact.match == "named"
         all_found = answer.unmatched == 0
         # By name, the smaller of the two counts stands: a few wrong elements are not a row's worth of them.
+        if named and all_found and not fact.order and order_sources(answer.order) == {fact.source}:
+            # A slice under the name of its tensor (one rank's): whether all slices are there is told by `partial`.
+            fact, named = dataclasses.replace(fact, mismatches=0), False
         keeps = named and not all_found and fact.mismatches <= answer.unmatched
         if keeps:
             audit.used.add(fact.source)
@@ -106,6 +110,8 @@ def _explain_pending(audit: Ledger) -> dict[str, tuple[int, int]]:
             match=fact.match if named else "content" if filled else "derived" if is_derived(fact.name) else "none",
             unmatched=answer.unmatched,
             ambiguous_rows=answer.ambiguous_rows,
+            padding_rows=answer.padding_rows,
+            pattern=answer.note or fact.pattern,
             order=answer.order if filled else "",
             regular=answer.regular,
             ascending=answer.ascending,
@@ -117,7 +123,7 @@ def _explain_pending(audit: Ledger) -> dict[str, tuple[int, int]]:
     audit.raw_used |= {n for n, (hit, rows) in found.hits.items() if n in audit.owners and hit == rows}
     audit.used |= {n for n in found.hits if n in audit.logicals}
     damaged = {n for f in audit.facts if f.match == "content" and f.unmatched for n in order_sources(f.order)}
-    damaged |= {due.source for dues in audit.dues.values() for due in dues}
+    damaged |= {cut_of(due.source)[0] for dues in audit.dues.values() for due in dues}
     return {
         n: (hit, rows)
         for n, (hit, rows) in found.hits.items()

@@ -5,73 +5,35 @@ Holds row digests (eight bytes a row) instead of tensors, so memory stays a smal
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from harness.checkpoint.answers import Answer, answer_of, best, joined_vectors
 from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.formats import Logical, decode
-from harness.checkpoint.rows import Hashes, Ints, Order, RowTable, Run, constant_rows, find_order, row_hashes
-from harness.checkpoint.values import rounded_digests
+from harness.checkpoint.pending import Key, Pending
+from harness.checkpoint.rows import Hashes, RowTable, row_hashes
+from harness.checkpoint.slices import cut_name, cut_of
 from harness.errors import CheckpointError
 
-_SMALL_ELEMENTS = 1 << 18
-Key = tuple[torch.dtype, int]
+_VECTORS = 1 << 26
+"""Bytes of vectors that are kept to recognise fused biases."""
+_NARROWEST, _MOST = 4, 64
+"""Columns of a slice, and slices of a matrix, that are looked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pending:
-    """What is kept of a weight that no name settled: digests of its rows, and of its columns as rows."""
+class Digest(Protocol):
+    """What adds the digests of one source to the tables of the lengths that are looked for."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    rows: Hashes
-    columns: Hashes | None
-    constant_rows: int
-    digests: Mapping[str, str]
-    small: Tensor | None
-
-    @staticmethod
-    def of(held: Tensor) -> Pending:
-        """Digest a weight; scalars are taken as one row of one element."""
-        value = held.reshape(1) if held.dim() == 0 else held
-        return Pending(
-            dtype=held.dtype,
-            shape=tuple(value.shape),
-            rows=row_hashes(value),
-            columns=row_hashes(value.transpose(-1, -2)) if value.dim() >= 2 else None,
-            constant_rows=constant_rows(value),
-            digests=rounded_digests(held),
-            small=value.flatten().clone() if value.numel() <= _SMALL_ELEMENTS else None,
-        )
-
-    @property
-    def numel(self) -> int:
-        """Elements in memory."""
-        return torch.Size(self.shape).numel()
-
-    def keys(self) -> set[Key]:
-        """Return the row lengths worth looking for."""
-        keys = {(self.dtype, self.shape[-1])}
-        return keys | {(self.dtype, self.shape[-2])} if self.columns is not None else keys
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Where one weight comes from. `unmatched` counts elements of rows that no source has."""
-
-    unmatched: int
-    ambiguous_rows: int
-    order: str
-    regular: bool
-    ascending: bool = True
+    def __call__(self, name: str, value: Tensor, parts: dict[Key, list[tuple[str, Hashes]]], *, rounded: bool) -> None:
+        """Digest one decoded tensor; `rounded`: it may be rounded to the dtype of memory first."""
 
 
 @dataclass(slots=True)
@@ -98,18 +60,18 @@ def explain(
     vectors: dict[str, Tensor] = {}
     _collect(checkpoint, first, parts, vectors, errors)
     tables = {k: RowTable.build(v) for k, v in parts.items()}
-    for more in _second_thoughts(pending, second):
-        open_keys = set().union(*(p.keys() for p in pending if _best(p, tables)[1]))
+    for more, digest in _second_thoughts(pending, first, second):
+        open_keys = set().union(*(p.keys() for p in pending if best(p, tables)[1]))
         if not open_keys:
             break
-        _collect(checkpoint, more, {k: parts[k] for k in open_keys}, vectors, errors)
+        _collect(checkpoint, more, {k: parts[k] for k in open_keys}, vectors, errors, digest)
         tables |= {k: RowTable.build(parts[k]) for k in open_keys}
     marks = {k: np.zeros(len(t.hashes), dtype=bool) for k, t in tables.items()}
     result = Explained()
     for item in pending:
-        answer, positions = _answer(item, tables)
+        answer, positions = answer_of(item, tables)
         if answer.unmatched and item.small is not None:
-            joined = _joined_vectors(item, vectors)
+            joined = joined_vectors(item, vectors)
             if joined is not None and joined[0].unmatched < answer.unmatched:
                 answer, names = joined
                 positions = None
@@ -122,20 +84,33 @@ def explain(
     return result
 
 
-def _second_thoughts(pending: Sequence[Pending], second: Sequence[Logical]) -> list[list[Logical]]:
-    """Order what is used already: whole copies (a tied head) are likely and cheap to look for, the rest comes after."""
+def _second_thoughts(
+    pending: Sequence[Pending], first: Sequence[Logical], second: Sequence[Logical]
+) -> list[tuple[list[Logical], Digest]]:
+    """Order what else is looked at: whole copies of what is used already (a tied head) are likely and cheap.
+
+    Then come slices of columns (of a matrix cut over ranks along its input), and rows of all that is used already.
+    """
     shapes = {p.shape for p in pending}
-    return [[x for x in second if (x.shape in shapes) is likely] for likely in (True, False)]
+    likely, rest = ([x for x in second if (x.shape in shapes) is same] for same in (True, False))
+    return [(likely, _rows_of), (list(first), _slices_of), (rest, _rows_of), ([*likely, *rest], _slices_of)]
 
 
 def _count_hits(table: RowTable, mark: NDArray[np.bool_], hits: dict[str, tuple[int, int]]) -> None:
+    """Count the rows used of each source; slices of one tensor count together, each row of one as its share."""
+    now: dict[str, tuple[int, int]] = {}
     for i, name in enumerate(table.sources):
         part = mark[table.starts[i] : table.starts[i + 1]]
-        if part.any():
-            before = hits.get(name, (0, 0))
-            now = (int(part.sum()), len(part))
+        base, columns = cut_of(name)
+        if columns is not None:
+            hit, rows = now.get(base, (0, 0))
+            now[base] = hit + int(part.sum()), rows + len(part)
+        elif part.any():
+            now[name] = int(part.sum()), len(part)
+    for name, count in now.items():
+        if count[0]:
             # The same tensor may be a source in several precisions or lengths; the fullest use counts.
-            hits[name] = max(before, now, key=lambda h: h[0] / max(1, h[1]))
+            hits[name] = max(hits.get(name, (0, 0)), count, key=lambda h: h[0] / max(1, h[1]))
 
 
 def _collect(
@@ -144,18 +119,32 @@ def _collect(
     parts: dict[Key, list[tuple[str, Hashes]]],
     vectors: dict[str, Tensor],
     errors: dict[str, str],
+    digest: Digest | None = None,
 ) -> None:
-    """Digest the rows of each source in every precision and length that is looked for."""
+    """Digest the rows of each source in every precision and length that is looked for; the rest is not even read."""
+    digest = digest or _rows_of
+    lengths = {length for _, length in parts}
     for logical in logicals:
-        if logical.problem:
+        if logical.problem or not _may_match(checkpoint, logical, lengths, digest):
             continue
         try:
             for name, value in _sources(checkpoint, logical, {dtype for dtype, _ in parts}):
-                _digest(name, value, parts, rounded=name == logical.name)
-                if value.dim() == 1 and 2 <= value.numel() <= _SMALL_ELEMENTS and name == logical.name:
+                digest(name, value, parts, rounded=name == logical.name)
+                kept = sum(v.nbytes for v in vectors.values()) if value.dim() == 1 else 0
+                if value.dim() == 1 and value.numel() >= 2 and name == logical.name and kept + value.nbytes <= _VECTORS:
                     vectors[name] = value
         except CheckpointError as error:
             errors[logical.name] = str(error)
+
+
+def _may_match(checkpoint: Checkpoint, logical: Logical, lengths: set[int], digest: Digest) -> bool:
+    """Say from shapes alone whether rows of a length that is looked for can be in a weight."""
+    shapes = [logical.shape, *(checkpoint.tensors[n].shape for n in logical.parts.values())]
+    if len(logical.shape) <= 1:
+        return True
+    if digest is _slices_of:
+        return any(_slices(logical.shape[-1], length) for length in lengths)
+    return any(s and (s[-1] in lengths or prod(s[1:]) in lengths) for s in shapes)
 
 
 def _sources(checkpoint: Checkpoint, logical: Logical, wanted: set[torch.dtype]) -> Iterator[tuple[str, Tensor]]:
@@ -169,104 +158,32 @@ def _sources(checkpoint: Checkpoint, logical: Logical, wanted: set[torch.dtype])
                 yield name, stored
 
 
-def _digest(name: str, value: Tensor, parts: dict[Key, list[tuple[str, Hashes]]], *, rounded: bool) -> None:
+def _rows_of(name: str, value: Tensor, parts: dict[Key, list[tuple[str, Hashes]]], *, rounded: bool) -> None:
     """Add the row hashes of one source, rounded to each precision in which rows of its length are looked for."""
     kernel = torch.Size(value.shape[1:]).numel() if value.dim() >= 3 else -1
     for (dtype, length), sources in parts.items():
-        if not value.numel() or length not in (value.shape[-1], kernel):
-            continue
-        exact = not rounded or not dtype.is_floating_point
-        if value.is_floating_point() != dtype.is_floating_point or (exact and value.dtype != dtype):
-            continue
-        held = value.to(dtype)
-        # A convolution kernel may be held as a matrix.
-        sources.append((name, row_hashes(held if value.shape[-1] == length else held.flatten(1))))
+        if value.numel() and length in (value.shape[-1], kernel) and _comparable(value, dtype, rounded=rounded):
+            held = value.to(dtype)
+            # A convolution kernel may be held as a matrix.
+            sources.append((name, row_hashes(held if value.shape[-1] == length else held.flatten(1))))
 
 
-def _best(item: Pending, tables: Mapping[Key, RowTable]) -> tuple[bool, int]:
-    """Return whether columns explain more than rows, and how many elements remain unexplained."""
-    by_rows = int((~tables[item.dtype, item.shape[-1]].found(item.rows)).sum()) * item.shape[-1]
-    if item.columns is None or not by_rows:
-        return False, by_rows
-    by_columns = int((~tables[item.dtype, item.shape[-2]].found(item.columns)).sum()) * item.shape[-2]
-    return by_columns < by_rows, min(by_rows, by_columns)
+def _slices_of(name: str, value: Tensor, parts: dict[Key, list[tuple[str, Hashes]]], *, rounded: bool) -> None:
+    """Add the row hashes of equal slices of columns, where rows as long as a slice are looked for."""
+    if value.dim() < 2 or not rounded:
+        return
+    for (dtype, length), sources in parts.items():
+        if _slices(value.shape[-1], length) and _comparable(value, dtype, rounded=rounded):
+            held = value.to(dtype)
+            for start in range(0, value.shape[-1], length):
+                sources.append((cut_name(name, start, start + length), row_hashes(held[..., start : start + length])))
 
 
-def _answer(item: Pending, tables: Mapping[Key, RowTable]) -> tuple[Answer, tuple[Key, Ints] | None]:
-    transposed, unmatched = _best(item, tables)
-    key = (item.dtype, item.shape[-2] if transposed else item.shape[-1])
-    wanted = item.columns if transposed and item.columns is not None else item.rows
-    table = tables[key]
-    if unmatched >= item.numel:
-        return Answer(unmatched=unmatched, ambiguous_rows=item.constant_rows, order="", regular=False), None
-    order = find_order(wanted, table)
-    found = Answer(
-        unmatched=unmatched,
-        ambiguous_rows=0 if transposed else item.constant_rows,
-        order=_order_json(order, wanted, table, transposed),
-        regular=order is not None and _regular(order, table),
-        ascending=order is None or all(_ascending([r.source for r in s if r.source]) for s in order.streams),
-    )
-    return found, (key, table.positions(wanted))
+def _slices(width: int, length: int) -> int:
+    """Return into how many equal slices a width is cut, 0 for none that is usual."""
+    return width // length if length >= _NARROWEST and width % length == 0 and 2 <= width // length <= _MOST else 0
 
 
-def _order_json(order: Order | None, wanted: Hashes, table: RowTable, transposed: bool) -> str:
-    if order is not None:
-        streams = [[[r.source, r.start, r.count] for r in s] for s in order.streams]
-        return json.dumps({"transposed": transposed, "stride": order.stride, "streams": streams})
-    at = np.searchsorted(table.ordered, wanted).clip(max=len(table.ordered) - 1)
-    rows = np.where(table.ordered[at] == wanted, table.order[at], -1).astype("<i8")
-    names = "\0".join(table.sources).encode()
-    digest = hashlib.blake2b(names + rows.tobytes(), digest_size=16).hexdigest()
-    return json.dumps({"transposed": transposed, "permutation": digest})
-
-
-def _regular(order: Order, table: RowTable) -> bool:
-    """Say whether every source is taken whole, and sources that differ by a number only come in ascending order."""
-    sizes = {n: int(table.starts[i + 1] - table.starts[i]) for i, n in enumerate(table.sources)}
-    for stream in order.streams:
-        if any(r.source == "" or r.start or r.count != sizes[r.source] for r in stream):
-            return False
-    return all(_ascending([r.source for r in stream]) for stream in order.streams)
-
-
-def _ascending(names: Sequence[str]) -> bool:
-    """Say whether sources that differ only by a number first come in ascending order."""
-    last: dict[str, tuple[int, ...]] = {}
-    for name in dict.fromkeys(names):
-        template = re.sub(r"\d+", "#", name)
-        numbers = tuple(int(d) for d in re.findall(r"\d+", name))
-        if template in last and numbers <= last[template]:
-            return False
-        last[template] = numbers
-    return True
-
-
-def _joined_vectors(item: Pending, vectors: Mapping[str, Tensor]) -> tuple[Answer, list[str]] | None:
-    """Explain a small weight as stored vectors one after the other (fused biases)."""
-    value = item.small
-    if value is None or not value.is_floating_point():
-        return None
-    rounded = {n: v.to(value.dtype) for n, v in vectors.items() if len(v) <= len(value) and v.is_floating_point()}
-    runs: list[Run] = []
-    at = unmatched = 0
-    while at < len(value):
-        rest = value[at:]
-        fits = [
-            n for n, v in rounded.items() if v[0] == rest[0] and len(v) <= len(rest) and torch.equal(v, rest[: len(v)])
-        ]
-        if fits:
-            name = max(fits, key=lambda n: len(rounded[n]))
-            runs.append(Run(source=name, start=0, count=len(rounded[name])))
-            at += len(rounded[name])
-            continue
-        if unmatched > 64:  # not put together from vectors
-            return None
-        unmatched += 1
-        at += 1
-    if not runs:
-        return None
-    names = [r.source for r in runs]
-    ascending = _ascending(names)
-    order = json.dumps({"joined": [[r.source, r.start, r.count] for r in runs]})
-    return Answer(unmatched=unmatched, ambiguous_rows=0, order=order, regular=ascending, ascending=ascending), names
+def _comparable(value: Tensor, dtype: torch.dtype, *, rounded: bool) -> bool:
+    exact = not rounded or not dtype.is_floating_point
+    return value.is_floating_point() == dtype.is_floating_point and not (exact and value.dtype != dtype)

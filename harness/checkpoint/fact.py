@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.checkpoint.slices import cut_of
+
 _FEW = 8
 
 
@@ -68,8 +70,8 @@ def order_runs(order: str) -> list[list[Any]]:
 
 
 def order_sources(order: str) -> set[str]:
-    """Return the tensors that an order takes rows of."""
-    return {str(run[0]) for run in order_runs(order)} - {""}
+    """Return the tensors that an order takes rows of, whole or in slices of columns."""
+    return {cut_of(str(run[0]))[0] for run in order_runs(order)} - {""}
 
 
 def only_source(fact: WeightFact) -> str:
@@ -77,4 +79,6 @@ def only_source(fact: WeightFact) -> str:
     if fact.match == "named" and not fact.mismatches:
         return fact.source
     sources = order_sources(fact.order) if fact.match == "content" and not fact.unmatched else set()
+    if any(cut_of(str(run[0]))[1] is not None for run in order_runs(fact.order)):
+        return ""
     return next(iter(sources)) if len(sources) == 1 else ""

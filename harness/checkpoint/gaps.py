@@ -10,8 +10,9 @@ import itertools
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _NUMBER = re.compile(r"\d+")
 Place = tuple[int, int]
@@ -38,33 +39,105 @@ def due_rows(order: str, rows: Mapping[str, int]) -> list[Due]:
     streams, stride = value.get("streams"), value.get("stride", 1)
     if not streams:
         return []
-    origins, gaps = _read(streams)
-    known = {name: place for name, place in origins.items() if name in rows}
-    placed = {**_predicted(known, rows), **known}
+    gaps = _gaps(streams)
     found = [
-        Due(source=name, start=first - begin, count=last - first, held=stream + stride * first, step=stride)
-        for stream, at, count in gaps
-        for name, (there, begin) in placed.items()
-        if there == stream
-        and (first := max(at, begin)) < (last := min(at + count, begin + rows[name]))
-    ]  # fmt: skip
-    found += _left_over(gaps, found, {n: c for n, c in rows.items() if n not in placed}, stride)
+        Due(source=s, start=g.before[1] + g.before[2], count=g.count, held=g.stream + stride * g.row, step=stride)
+        for g in gaps
+        if (s := g.goes_on()) in rows
+    ]
+    closed = {due.held for due in found}
+    left = [g for g in gaps if g.stream + stride * g.row not in closed]
+    origins = {name: place for name, place in _origins(streams).items() if name in rows}
+    placed = {**_predicted(origins, rows), **origins}
+    for gap in left:
+        for name, (stream, begin) in placed.items():
+            first, last = max(gap.row, begin), min(gap.row + gap.count, begin + rows[name])
+            if stream == gap.stream and first < last:
+                held = stream + stride * first
+                found.append(Due(source=name, start=first - begin, count=last - first, held=held, step=stride))
+    found += _only_one_left(left, found, streams, rows, stride)
+    inside = {name for stream in streams for name, _, _ in stream if name}
+    parents = {_parent(name) for name in inside}
+    free = {n: c for n, c in rows.items() if n not in placed and n not in inside and _parent(n) in parents}
+    found += _left_over(left, found, free, stride)
     return sorted(found, key=lambda due: due.held)
 
 
-def _read(streams: Iterable[Iterable[tuple[str, int, int]]]) -> tuple[dict[str, Place], list[tuple[int, int, int]]]:
-    """Return where each source begins (by most of its rows), and the gaps as [stream, row, count]."""
-    votes: dict[str, Counter[Place]] = defaultdict(Counter)
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """Rows of a stream that are nobody's, and the runs around them (["", 0, 0] at an end)."""
+
+    stream: int
+    row: int
+    count: int
+    before: Sequence[Any]
+    after: Sequence[Any]
+
+    def goes_on(self) -> str:
+        """Return the tensor that breaks off before the gap and goes on behind it as if it had been in it."""
+        whole = self.before[0] == self.after[0] and self.after[1] == self.before[1] + self.before[2] + self.count
+        return str(self.before[0]) if whole else ""
+
+
+def _gaps(streams: Sequence[Sequence[Sequence[Any]]]) -> list[_Gap]:
+    """Return the gaps of all streams; rows of zeros that are padding (start -1) are none."""
     gaps = []
+    for stream, runs in enumerate(streams):
+        at = 0
+        for i, (source, start, count) in enumerate(runs):
+            if not source and start >= 0:
+                before = runs[i - 1] if i else ("", 0, 0)
+                gaps.append(_Gap(stream, at, count, before, runs[i + 1] if i + 1 < len(runs) else ("", 0, 0)))
+            at += count
+    return gaps
+
+
+def _origins(streams: Sequence[Sequence[Sequence[Any]]]) -> dict[str, Place]:
+    """Return where each source begins, for those of which most rows say the same."""
+    votes: dict[str, Counter[Place]] = defaultdict(Counter)
     for stream, runs in enumerate(streams):
         at = 0
         for source, start, count in runs:
             if source:
                 votes[source][stream, at - start] += count
-            else:
-                gaps.append((stream, at, count))
             at += count
-    return {source: counter.most_common(1)[0][0] for source, counter in votes.items()}, gaps
+    found = {}
+    for source, counter in votes.items():
+        place, rows = counter.most_common(1)[0]
+        if 2 * rows > counter.total():
+            found[source] = place
+    return found
+
+
+def _only_one_left(
+    gaps: Iterable[_Gap], found: Iterable[Due], streams: Any, rows: Mapping[str, int], stride: int
+) -> list[Due]:
+    """Give a gap to the one tensor of the order that lacks exactly so many rows in one stretch."""
+    taken = {due.held for due in found}
+    lacking: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for stream in streams:
+        for source, start, count in stream:
+            if source in rows:
+                spans[source].append((start, start + count))
+    for source, covered in spans.items():
+        at = 0
+        for start, stop in [*sorted(covered), (rows[source], rows[source])]:
+            if start > at:
+                lacking[start - at].append((source, at))
+            at = max(at, stop)
+    result = []
+    for gap in gaps:
+        held = gap.stream + stride * gap.row
+        if held not in taken and len(lacking[gap.count]) == 1:
+            source, start = lacking[gap.count].pop()
+            result.append(Due(source=source, start=start, count=gap.count, held=held, step=stride))
+    return result
+
+
+def _parent(name: str) -> str:
+    """Return the module that a tensor's own module lies in, without numbers."""
+    return _NUMBER.sub("#", name).rsplit(".", 2)[0]
 
 
 def _predicted(known: Mapping[str, Place], rows: Mapping[str, int]) -> dict[str, Place]:
@@ -99,14 +172,10 @@ def _numbers(name: str) -> tuple[int, ...]:
     return tuple(int(n) for n in _NUMBER.findall(name))
 
 
-def _left_over(
-    gaps: Iterable[tuple[int, int, int]], found: Iterable[Due], rows: Mapping[str, int], stride: int
-) -> list[Due]:
+def _left_over(gaps: Iterable[_Gap], found: Iterable[Due], rows: Mapping[str, int], stride: int) -> list[Due]:
     """Give the rows that are still nobody's to the family of tensors of exactly as many rows, in their order."""
     taken = {due.held + i * due.step for due in found for i in range(due.count)}
-    free = sorted(
-        held for stream, at, count in gaps for i in range(count) if (held := stream + stride * (at + i)) not in taken
-    )
+    free = sorted(held for g in gaps for i in range(g.count) if (held := g.stream + stride * (g.row + i)) not in taken)
     families: dict[str, list[str]] = defaultdict(list)
     for name in rows:
         families[_NUMBER.sub("#", name)].append(name)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from harness.checkpoint.container import Checkpoint
-from harness.checkpoint.content import Pending
 from harness.checkpoint.fact import WeightFact
 from harness.checkpoint.formats import Logical
 from harness.checkpoint.gaps import Due
 from harness.checkpoint.near import Near
+from harness.checkpoint.pending import Pending
 
 
 @dataclass(slots=True)

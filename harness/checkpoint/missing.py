@@ -9,12 +9,14 @@ import dataclasses
 import json
 import re
 
-from harness.checkpoint.fact import WeightFact, only_source, order_sources, several
+from harness.checkpoint.fact import WeightFact, only_source, order_runs, several
 from harness.checkpoint.formats import Logical
 from harness.checkpoint.gaps import due_rows
 from harness.checkpoint.ledger import Ledger
 from harness.checkpoint.paired import pairs
+from harness.checkpoint.slices import cut_name, cut_of
 
+_NUMBER = re.compile(r"\d+")
 _LAYER = re.compile(r"(^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
 
@@ -24,27 +26,40 @@ def attribute_gaps(audit: Ledger, hit: set[str]) -> None:
     for at, fact in enumerate(audit.facts):
         if fact.match != "content" or not fact.unmatched or not fact.order:
             continue
-        length = row_length(fact)
-        inside = order_sources(fact.order)
-        layers = {_layer(s) for s in inside}
-        rows = {
-            x.name: x.numel // length
-            for x in audit.logicals.values()
-            if not x.problem and (x.name in inside or (x.name not in taken and _layer(x.name) in layers))
-            and _has_rows(x, length)
-        }  # fmt: skip
-        dues = due_rows(fact.order, rows)
+        dues = due_rows(fact.order, _candidates(audit, fact, taken))
         if dues:
             audit.dues[at] = dues
             names = list(dict.fromkeys(due.source for due in dues))
-            taken |= set(names)
-            audit.used |= set(names)
+            taken |= {cut_of(name)[0] for name in names}
+            audit.used |= {cut_of(name)[0] for name in names}
             audit.facts[at] = dataclasses.replace(fact, source=several(names))
 
 
+def _candidates(audit: Ledger, fact: WeightFact, taken: set[str]) -> dict[str, int]:
+    """Return the rows of each tensor that is in an order already, or lies in its layer and is nowhere else."""
+    length = row_length(fact)
+    named = {str(run[0]) for run in order_runs(fact.order)} - {""}
+    inside = {cut_of(name)[0] for name in named}
+    layers = {_layer(name) for name in inside}
+    kinds = {_NUMBER.sub("#", name) for name in inside}
+    cuts = {columns for name in named if (columns := cut_of(name)[1]) is not None}
+    rows: dict[str, int] = {}
+    for x in audit.logicals.values():
+        known = x.name in inside or (bool(cuts) and _NUMBER.sub("#", x.name) in kinds)
+        if x.problem or not x.shape or _layer(x.name) not in layers or (x.name in taken and not known):
+            continue
+        if _has_rows(x, length):
+            rows[x.name] = x.numel // length
+        elif x.shape[-1] % length == 0:
+            count = x.numel // x.shape[-1]
+            rows |= {cut_name(x.name, *columns): count for columns in cuts if columns[1] <= x.shape[-1]}
+    return rows
+
+
 def row_length(fact: WeightFact) -> int:
-    """Return how long the rows are that an order tells of: a transposed weight's are its columns."""
-    return fact.shape[-2 if json.loads(fact.order).get("transposed") else -1]
+    """Return how long the rows are that an order tells of: columns where it is transposed, less any padding."""
+    order = json.loads(fact.order)
+    return fact.shape[-2 if order.get("transposed") else -1] - int(order.get("padded_columns", 0))
 
 
 def _has_rows(logical: Logical, length: int) -> bool:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from harness.adapter import Weight
 from harness.checkpoint.causes import causes_of, pair_of
-from harness.checkpoint.content import Pending
 from harness.checkpoint.fact import WeightFact
 from harness.checkpoint.formats import Logical, decode
 from harness.checkpoint.ledger import Ledger
 from harness.checkpoint.near import Near, beyond_a_step
+from harness.checkpoint.pending import Pending
 from harness.checkpoint.place import place_of
 from harness.checkpoint.reasons import reason
 from harness.checkpoint.values import Difference, difference, in_source_shape, nonfinite, rounded_digests

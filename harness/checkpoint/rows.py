@@ -79,6 +79,11 @@ class RowTable:
             hashes=hashes, starts=starts, sources=tuple(n for n, _ in sources), order=order, ordered=hashes[order]
         )
 
+    def rows_of(self, source: str) -> int:
+        """Return how many rows a source has."""
+        at = self.sources.index(source)
+        return int(self.starts[at + 1] - self.starts[at])
+
     def found(self, wanted: Hashes) -> NDArray[np.bool_]:
         """Say for each hash whether any source has such a row."""
         if not len(self.hashes):

@@ -25,7 +25,10 @@ def order_words(order: str) -> str:
     runs = [run for stream in value.get("streams", []) for run in stream]
     if not runs:
         return str(value.get("how") or value.get("joined") or order[:120])
-    parts = [f"rows {start}-{start + count - 1} of {source or 'nothing known'}" for source, start, count in runs[:4]]
+    parts = [
+        f"rows {start}-{start + count - 1} of {source or 'nothing known'}" if start >= 0 else f"{count} rows of padding"
+        for source, start, count in runs[:4]
+    ]
     more = [f"{len(runs) - 4} more"] if len(runs) > 4 else []
     return ", ".join([*parts, *more]) + (", transposed" if value.get("transposed") else "")
 

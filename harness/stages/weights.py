@@ -236,6 +236,18 @@ def _unfilled_words(w: Mapping[str, Any]) -> str:
     return words + (f"; memory holds {w['pattern']}" if w["pattern"] else "")
 
 
+def _held_twice(name: str, weights: Sequence[Mapping[str, Any]]) -> str:
+    """Say which weights hold the same part of a tensor, where one of them should hold another part."""
+    holders: dict[str, str] = {}
+    for w in weights:
+        if f'"{name}"' in w["order"] or f'"{name}[' in w["order"]:
+            if w["order"] in holders:
+                part = order_words(w["order"])
+                return f"; {holders[w['order']]} and {w['name']} hold the same ones ({part}): another rank's slice"
+            holders[w["order"]] = w["name"]
+    return ""
+
+
 def _unused(
     run: Run, actual: Mapping[str, Any], reference: _Reference, due: Mapping[str, int], *, image: bool
 ) -> Iterator[Measurement]:
@@ -251,7 +263,8 @@ def _unused(
     for name, (hit, rows) in actual["partial"].items():
         if reference.partial.get(name) == [hit, rows]:
             continue
-        message = f"{rows - hit} of {rows} rows of {name} are nowhere in memory"
+        message = f"{rows - hit} of {rows} rows (or slices of rows) of {name} are nowhere in memory"
+        message += _held_twice(name, actual["weights"])
         yield measured(
             NAME, run, "unused_tensors", 1.0, name, order=last, where={"part": "some rows"}, detail={"message": message}
         )  # fmt: skip
