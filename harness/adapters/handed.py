@@ -1,7 +1,7 @@
 """Which values were handed out before, followed through casts and reshapes. Knows tensors; must not know taps.
 
-Nothing is kept alive for it: a value that the port let go is forgotten, and its memory is used again as it would be
-without day0.
+Nothing is kept alive for it: a value that the port let go is forgotten, with what stands for it, and its memory is used
+again as it would be without day0.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.recorder import version_of
+
+_LEAST_SWEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Handed:
     def __init__(self) -> None:
         self._values: dict[int, _Entry] = {}
         self._places: dict[tuple[Any, ...], _Entry] = {}
+        self._sweep_at = _LEAST_SWEPT
 
     def clear(self) -> None:
         """Forget everything."""
@@ -71,6 +74,14 @@ class Handed:
             there = self._places.get(place)
             if there is None or there.memory != entry.memory:  # the first one at a place stands while its memory lives
                 self._places[place] = entry
+        if len(self._values) >= self._sweep_at:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Forget what nobody can ask for again: values without memory."""
+        self._values = {key: entry for key, entry in self._values.items() if not entry.memory.expired()}
+        self._places = {key: entry for key, entry in self._places.items() if not entry.memory.expired()}
+        self._sweep_at = max(_LEAST_SWEPT, 2 * len(self._values))
 
 
 def _memory(tensor: Tensor) -> Any:

@@ -52,3 +52,16 @@ def test_nothing_is_kept_alive_and_memory_used_again_is_not_known():
         gone = weakref.ref(value)
         del value
         assert gone() is None
+
+
+def test_what_stands_for_a_value_goes_with_it():
+    """In a replay of many layers, what overwrote values that are gone is let go, while what is in use still counts."""
+    handed, kept, alive = Handed(), torch.zeros(6), []
+    handed.learn(kept, torch.ones(6))
+    for _ in range(3000):
+        own, other = torch.zeros(6), torch.ones(6)
+        alive.append(weakref.ref(other))
+        handed.learn(own, other)
+    assert sum(ref() is not None for ref in alive) < 1000
+    assert torch.equal(handed.standing_for(kept), torch.ones(6))
+    assert handed.known(kept.view(2, 3))

