@@ -19,6 +19,8 @@ from typing import Any
 from harness.types import Failure, digest_of
 
 Told = Callable[[str], None]
+KEPT = 64
+"""Checkpoints of which it is remembered what was read."""
 
 
 class Reading:
@@ -101,7 +103,10 @@ class Reading:
 
 
 def state_file(checkpoint: Path, cache: Path) -> Path:
-    """Return where it is kept what was learned of a checkpoint's files."""
+    """Return where it is kept what was learned of a checkpoint's files; the longest not seen are forgotten."""
+    known = sorted(cache.glob("*.jsonl"), key=lambda path: path.stat().st_mtime) if cache.is_dir() else []
+    for path in known[:-KEPT]:
+        path.unlink(missing_ok=True)
     return cache / f"{checkpoint.name[:60]}-{digest_of(str(checkpoint.resolve()))[:16]}.jsonl"
 
 

@@ -18,7 +18,8 @@ def content_of(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
     for m in _found(run, facts):
         found[m.metric].append(m)
     n, conversion = max(1, facts["matrices"]), facts["conversion"]
-    detail = {"files": len(facts["digests"]), "vouched": facts["vouched"], "seconds": facts["seconds"]}
+    detail = {k: facts[k] for k in ("vouched", "reused", "read_bytes", "expected_s", "seconds")}
+    detail["files"] = len(facts["digests"])
     for metric in ("content_problems", "content_suspicions"):
         found[metric] = found[metric] or [measured(NAME, run, metric, 0.0, "all", n=n, detail=detail)]
     blocks = conversion["lossy_blocks"]
@@ -39,9 +40,16 @@ def told(problem: Mapping[str, Any]) -> dict[str, Any]:
 
 def _found(run: Run, facts: Mapping[str, Any]) -> Iterator[Measurement]:
     for p in facts["problems"]:
+        if p["kind"] == "unreadable":  # not what the checkpoint says, but that it could not be asked
+            where = {"kind": p["kind"]}
+            subject = p["name"] or p["file"]
+            yield measured(NAME, run, "content_problems", None, subject, where=where, problem="error", detail=told(p))
+            continue
         metric = "content_suspicions" if p["severity"] != "error" else "content_problems"
         yield measured(
             NAME, run, metric, 1.0, p["name"] or p["file"], where={"kind": p["kind"]}, detail=told(p)
         )  # fmt: skip
     for s in facts["suspicions"]:
-        yield measured(NAME, run, "content_suspicions", 1.0, s["name"], where={"kind": s["kind"]}, detail=dict(s))
+        rate = facts["false_alarms"].get(s["kind"], "")
+        detail = {**s, "message": f"{s['message']} ({rate})" if rate else s["message"], "false_alarms": rate}
+        yield measured(NAME, run, "content_suspicions", 1.0, s["name"], where={"kind": s["kind"]}, detail=detail)

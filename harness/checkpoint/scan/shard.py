@@ -24,7 +24,7 @@ from harness.checkpoint.scan.statistics import Statistics
 from harness.errors import CheckpointError
 from harness.types import digest_of
 
-VERSION = 2
+VERSION = 3
 """Of what a pass looks at: results of another version are not reused."""
 UNLIKELY = frozenset({"all_zero", "zero_scale", "negative_scale", "wild_scale"})
 """Kinds that a right checkpoint may show: an unused gate, a block of zeros. They are warnings."""

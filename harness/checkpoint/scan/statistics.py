@@ -28,8 +28,9 @@ class Statistics:
     """Of one matrix: where it lies, and its values. Non-finite ones are counted and left out of the rest.
 
     `seam` is the log of the ratio of variances on the grid of scales and between, `seam_cells` how many blocks told it
-    (0: none did). `likeness` is how alike the columns' sizes of a stretch of rows and of all others are (correlation of
-    logs, the median stretch), `least_likeness` that of the strangest one, `strange_rows` [start, stop).
+    (0: none did) and `seam_rows` how many rows share a scale. `likeness` is how alike the columns' sizes of a stretch
+    of rows and of all others are (correlation of logs, the median stretch), `least_likeness` that of the strangest one,
+    `strange_rows` [start, stop).
     """
 
     name: str
@@ -44,6 +45,7 @@ class Statistics:
     nonfinite: int
     seam: float
     seam_cells: int
+    seam_rows: int
     likeness: float
     least_likeness: float
     strange_rows: tuple[int, int]
@@ -164,6 +166,7 @@ class Profile:
             name=name, format=format, file=file, offset=offset, elements=self._elements, rows=self._rows,
             mean=self._sum / count, rms=math.sqrt(self._squares / count), largest=self._largest,
             nonfinite=self._nonfinite, seam=seam, seam_cells=cells,
+            seam_rows=self._block[0],
             likeness=usual, least_likeness=least, strange_rows=strange,
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ SHARD_EFFECT, SHARD_MATRICES = 0.02, 12
 FEWEST_SIBLINGS = 6
 FEWEST_ELEMENTS = 4096
 NEIGHBOURS = 2
+SAMPLED = 2000
+"""Siblings of one kind that tell how sizes usually differ, at most."""
+_NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
+"""A number that is a part of a name by itself: of a layer, an expert, a matrix of a stack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +75,10 @@ def _about(kind: str, s: Statistics, message: str) -> Suspicion:
 
 
 def _families(matrices: Sequence[Statistics]) -> dict[str, list[Statistics]]:
-    """Group matrices whose names differ in numbers only: the same weight of all layers and experts."""
+    """Group matrices whose names differ in numbers only: the same weight of all layers and experts, `w1` with `w1`."""
     found: dict[str, list[Statistics]] = defaultdict(list)
     for s in matrices:
-        found[re.sub(r"\d+", "#", s.name)].append(s)
+        found[_NUMBER.sub("#", s.name)].append(s)
     return {name: family for name, family in found.items() if len(family) >= FEWEST_SIBLINGS}
 
 
@@ -88,7 +93,9 @@ def _seams(matrices: Sequence[Statistics], families: dict[str, list[Statistics]]
             limits.update(dict.fromkeys((s.name for s in family), max(SEAM_EFFECT, usual + SEAM_SIGMAS * spread)))
     for s in matrices:
         alone = SEAM_EFFECT + sigmas * SEAM_SPREAD / math.sqrt(max(1, s.seam_cells))
-        if s.seam_cells and s.seam > min(alone, limits.get(s.name, math.inf)):
+        beside = limits.get(s.name, math.inf)
+        # Made-up weights may be drawn block by block: of blocks of one row, siblings know what is usual.
+        if s.seam_cells and s.seam > (beside if s.seam_rows == 1 and s.name in limits else min(alone, beside)):
             yield _about(
                 "seam", s, f"values jump at the edges of its blocks ({math.exp(s.seam):.1f} times as uneven as "
                 "between them): its scales look transposed, shifted, upside down or another tensor's",
@@ -96,7 +103,9 @@ def _seams(matrices: Sequence[Statistics], families: dict[str, list[Statistics]]
 
 
 def _off_centre(matrices: Sequence[Statistics], families: dict[str, list[Statistics]]) -> Iterator[Suspicion]:
-    usual = {s.name: median(_centre(x) for x in family) for family in families.values() for s in family}
+    usual: dict[str, float] = {}
+    for family in families.values():
+        usual |= dict.fromkeys((s.name for s in family), median(_centre(x) for x in family))
     for s in matrices:
         apart = abs(_centre(s) - usual.get(s.name, 0.0)) if s.format == "plain" else abs(_centre(s))
         if apart > CENTRE_EFFECT and (s.format != "plain" or s.name in usual):
@@ -121,12 +130,12 @@ def _magnitudes(matrices: Sequence[Statistics]) -> Iterator[Suspicion]:
 
 def _sizes(families: dict[str, list[Statistics]]) -> Iterator[Suspicion]:
     for family in families.values():
-        rest = _detrended(family)
-        spread = max(SIZE_SPREAD, 1.4826 * median(abs(r) for r in rest.values()))
-        layers = sorted({_layer(s) for s in family})
+        beside = _Layers(family)
+        rest = {s.name: beside.off(s) for s in family}
+        spread = max(SIZE_SPREAD, 1.4826 * median(abs(r) for r in rest.values() if r is not None))
         for s in family:
-            off = rest.get(s.name, 0.0)
-            least = END_EFFECT if _layer(s) in (layers[0], layers[-1]) else SIZE_EFFECT
+            off = rest[s.name] or 0.0
+            least = END_EFFECT if _layer(s) in (beside.layers[0], beside.layers[-1]) else SIZE_EFFECT
             if abs(off) > least and abs(off) > SIGMAS * spread:
                 yield _about(
                     "size", s, f"{math.exp(off):.3g} times as large as its siblings make it ({len(family)} of them, "
@@ -135,7 +144,7 @@ def _sizes(families: dict[str, list[Statistics]]) -> Iterator[Suspicion]:
 
 
 def _layer(s: Statistics) -> int:
-    number = re.search(r"\d+", s.name)
+    number = _NUMBER.search(s.name)
     return int(number.group()) if number else 0
 
 
@@ -143,26 +152,44 @@ def _log_size(s: Statistics) -> float:
     return math.log(s.rms) if s.rms else -math.inf
 
 
-def _detrended(family: Sequence[Statistics], outside: str = "") -> dict[str, float]:
-    """Return how far each log size lies from what its layer's siblings or, where there are none, nearby layers say.
+class _Layers:
+    """What the log sizes of a family are by layer, and what nearby layers make of one."""
 
-    `outside` names a file whose own members say nothing.
-    """
-    by_layer: dict[int, list[float]] = defaultdict(list)
-    for s in family:
-        if s.file != outside:
-            by_layer[_layer(s)].append(_log_size(s))
-    usual = {layer: median(sizes) for layer, sizes in by_layer.items()}
-    many = not outside and all(len(sizes) >= FEWEST_SIBLINGS for sizes in by_layer.values())
-    found = {}
-    for s in family:
+    def __init__(self, family: Sequence[Statistics]) -> None:
+        self._members: dict[int, list[tuple[str, float]]] = defaultdict(list)
+        for s in family:
+            self._members[_layer(s)].append((s.file, _log_size(s)))
+        self.layers = sorted(self._members)
+        self._usual = {layer: median(size for _, size in members) for layer, members in self._members.items()}
+        self._many = all(len(members) >= FEWEST_SIBLINGS for members in self._members.values())
+
+    def off(self, s: Statistics) -> float | None:
+        """Return how far a log size lies from its layer's siblings or, where they are few, from nearby layers."""
         layer = _layer(s)
-        below = sorted((x for x in usual if x < layer), reverse=True)[:NEIGHBOURS]
-        above = sorted(x for x in usual if x > layer)[:NEIGHBOURS]
-        near = [usual[layer]] if many else [usual[x] for x in (*below, *above)]
-        if near and (many or (below and above) or not outside):
-            found[s.name] = _log_size(s) - median(near)
-    return found
+        near = self._usual[layer] if self._many else _near(self._usual, self.layers, layer, both=False)
+        return None if near is None else _log_size(s) - near
+
+    def without(self, file: str) -> dict[int, float]:
+        """Return what the layers around make of each layer's log size, where the members of one file say nothing."""
+        usual = dict(self._usual)
+        for layer, members in self._members.items():
+            if any(where == file for where, _ in members):
+                others = [size for where, size in members if where != file]
+                usual.pop(layer)
+                usual |= {layer: median(others)} if others else {}
+        layers = sorted(usual)
+        made = {layer: _near(usual, layers, layer, both=True) for layer in self.layers}
+        return {layer: near for layer, near in made.items() if near is not None}
+
+
+def _near(usual: dict[int, float], layers: Sequence[int], layer: int, *, both: bool) -> float | None:
+    """Return the middle of the nearest layers before and after; `both`: None where one side has none."""
+    at = bisect_left(layers, layer)
+    below = layers[max(0, at - NEIGHBOURS) : at]
+    above = layers[bisect_right(layers, layer) :][:NEIGHBOURS]
+    if not (below or above) or (both and not (below and above)):
+        return None
+    return median(usual[x] for x in (*below, *above))
 
 
 def _rows(families: dict[str, list[Statistics]]) -> Iterator[Suspicion]:
@@ -191,23 +218,27 @@ def _gap(s: Statistics) -> float:
 
 def _shards(families: dict[str, list[Statistics]]) -> Iterator[Suspicion]:
     """Hold the matrices of each file together against those of the files around it."""
-    files = sorted({s.file for family in families.values() for s in family})
-    if len(files) < 2:
-        return
-    for file in files:
-        off, spread = [], []
-        for family in families.values():
-            rest = _detrended(family, outside=file)
-            off += [rest[s.name] for s in family if s.file == file and s.name in rest]
-            spread += [r for s in family if s.file != file and (r := rest.get(s.name)) is not None]
+    groups = [(_Layers(family), family, family[:: max(1, len(family) // SAMPLED)]) for family in families.values()]
+    by_file: dict[str, list[tuple[int, Statistics]]] = defaultdict(list)
+    for number, (_, family, _) in enumerate(groups):
+        for s in family:
+            by_file[s.file].append((number, s))
+    for file in sorted(by_file) if len(by_file) > 1 else ():
+        made = {number: groups[number][0].without(file) for number in {number for number, _ in by_file[file]}}
+        off = [_log_size(s) - near for n, s in by_file[file] if (near := made[n].get(_layer(s))) is not None]
+        spread = [
+            _log_size(s) - near
+            for number, layers in made.items()
+            for s in groups[number][2]
+            if s.file != file and (near := layers.get(_layer(s))) is not None
+        ]
         if len(off) < SHARD_MATRICES or len(spread) < SHARD_MATRICES:
             continue
         usual = 1.4826 * median(abs(r) for r in spread)
         middle = median(off)
         if abs(middle) > SHARD_EFFECT and abs(middle) > SIGMAS * usual / math.sqrt(len(off)):
-            first = next(s for family in families.values() for s in family if s.file == file)
             message = (
                 f"the {len(off)} matrices of {file} are {math.exp(middle):.3f} times as large as their neighbours in "
                 "other files: a file of another training step, or another export"
             )
-            yield Suspicion(kind="shard", name=first.name, file=file, offset=0, message=message)
+            yield Suspicion(kind="shard", name=by_file[file][0][1].name, file=file, offset=0, message=message)
