@@ -37,12 +37,14 @@ class Weight:
 
     A port may give a decoded copy of what memory holds (a quantised weight dequantised from its resident form).
     `lossless` False says that the resident form cannot hold every value of the checkpoint (a narrower dtype).
+    `computed`: a buffer that the port fills by itself and that no checkpoint need hold.
     """
 
     name: str
     tensor: Tensor
     checkpoint: str = ""
     lossless: bool = True
+    computed: bool = False
 
 
 class Recorder(Protocol):

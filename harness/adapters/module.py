@@ -187,16 +187,20 @@ class ModuleAdapter:
     # --- weights ---
 
     def weights(self) -> Iterator[Weight]:
-        """Yield every parameter and persistent buffer under the module's own names, tied ones once for each name.
+        """Yield every parameter and buffer under the module's own names, tied ones once for each name.
 
-        Codes with a scale beside them are multiplied out.
+        Codes with a scale beside them are multiplied out. Buffers that no state holds are those the module computes.
         """
         loaded = self._ready()
         from harness.checkpoint import open_checkpoint
 
         stored = open_checkpoint(self.checkpoint).tensors
-        for name, value in multiplied_out(loaded.module.state_dict(), stored):
+        state = loaded.module.state_dict()
+        for name, value in multiplied_out(state, stored):
             yield Weight(name=name, tensor=value, checkpoint=name if name in stored else "")
+        for name, value in loaded.module.named_buffers():
+            if name not in state:
+                yield Weight(name=name, tensor=value, computed=True)
 
     def tables(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tables that the module computes for itself: small floating buffers that no checkpoint holds."""

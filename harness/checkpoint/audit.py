@@ -16,6 +16,7 @@ import torch
 
 from harness.adapter import Weight
 from harness.checkpoint.again import look_again
+from harness.checkpoint.answers import Answer
 from harness.checkpoint.container import Checkpoint
 from harness.checkpoint.content import explain
 from harness.checkpoint.fact import WeightFact, order_sources
@@ -24,6 +25,7 @@ from harness.checkpoint.ledger import Ledger
 from harness.checkpoint.missing import attribute_gaps, pair_the_rest
 from harness.checkpoint.named import take
 from harness.checkpoint.near import Near
+from harness.checkpoint.pending import Pending
 from harness.checkpoint.slices import cut_of
 from harness.checkpoint.summary import is_derived, summary
 from harness.precision.scheme import Precision
@@ -93,32 +95,7 @@ def _explain_pending(audit: Ledger) -> dict[str, tuple[int, int]]:
     second = [x for x in audit.logicals.values() if x.name in audit.used]
     found = explain(audit.checkpoint, [p for _, p in audit.pending], first, second, audit.errors)
     for (at, pending), answer in zip(audit.pending, found.answers, strict=True):
-        fact = audit.facts[at]
-        named = fact.match == "named"
-        all_found = answer.unmatched == 0
-        # By name, the smaller of the two counts stands: a few wrong elements are not a row's worth of them.
-        if named and all_found and not fact.order and order_sources(answer.order) == {fact.source}:
-            # A slice under the name of its tensor (one rank's): whether all slices are there is told by `partial`.
-            fact, named = dataclasses.replace(fact, mismatches=0), False
-        keeps = named and not all_found and fact.mismatches <= answer.unmatched
-        if keeps:
-            audit.used.add(fact.source)
-            continue
-        filled = answer.unmatched * 2 <= pending.numel
-        audit.facts[at] = dataclasses.replace(
-            fact,
-            match=fact.match if named else "content" if filled else "derived" if is_derived(fact.name) else "none",
-            unmatched=answer.unmatched,
-            ambiguous_rows=answer.ambiguous_rows,
-            padding_rows=answer.padding_rows,
-            pattern=answer.note or fact.pattern,
-            order=answer.order if filled else "",
-            regular=answer.regular,
-            ascending=answer.ascending,
-            digests=pending.digests if answer.unmatched or not answer.regular else {},
-        )
-        if named and not filled:
-            audit.used.add(fact.source)  # its name was found and its values are wrong: that is told by `mismatches`
+        audit.facts[at] = _settled(audit, at, pending, answer)
     attribute_gaps(audit, set(found.hits))
     audit.raw_used |= {n for n, (hit, rows) in found.hits.items() if n in audit.owners and hit == rows}
     audit.used |= {n for n in found.hits if n in audit.logicals}
@@ -129,3 +106,34 @@ def _explain_pending(audit: Ledger) -> dict[str, tuple[int, int]]:
         for n, (hit, rows) in found.hits.items()
         if hit < rows and n in audit.logicals and n not in damaged
     }
+
+
+def _settled(audit: Ledger, at: int, pending: Pending, answer: Answer) -> WeightFact:
+    """Return what is known of a weight once its content was looked for."""
+    fact = audit.facts[at]
+    named, all_found = fact.match == "named", answer.unmatched == 0
+    if named and all_found and not fact.order and order_sources(answer.order) == {fact.source}:
+        # A slice under the name of its tensor (one rank's): whether all slices are there is told by `partial`.
+        fact, named = dataclasses.replace(fact, mismatches=0), False
+    # By name, the smaller of the two counts stands: a few wrong elements are not a row's worth of them.
+    if named and not all_found and fact.mismatches <= answer.unmatched:
+        audit.used.add(fact.source)
+        return fact
+    filled = answer.unmatched * 2 <= pending.numel
+    if named and not filled:
+        audit.used.add(fact.source)  # its name was found and its values are wrong: that is told by `mismatches`
+    by_name = is_derived(fact.name)
+    match = "content" if filled else "derived" if by_name or fact.computed else "none"
+    return dataclasses.replace(
+        fact,
+        match=fact.match if named else match,
+        unmatched=answer.unmatched,
+        ambiguous_rows=answer.ambiguous_rows,
+        padding_rows=answer.padding_rows,
+        pattern=answer.note or fact.pattern,
+        order=answer.order if filled else "",
+        regular=answer.regular,
+        ascending=answer.ascending,
+        rule="a buffer that models compute, by its name" if match == "derived" and by_name else "",
+        digests=pending.digests if answer.unmatched or not answer.regular else {},
+    )

@@ -17,11 +17,11 @@ class WeightFact:
     """What is known of one weight in memory. Counts are elements unless they say otherwise.
 
     `match`: named (compared with `source`), raw (stored bytes as they are), content (made of checkpoint rows), derived
-    (a buffer that is computed) or none. `mismatches` are elements that differ from the named tensor; `unmatched` those
-    that come from no checkpoint row either, `pattern` what they look like. `order` is where the rows come from, as
-    JSON; `regular` says whether sources are whole and numbered ascending, `ascending` the latter alone. `due` is the
-    tensor that an unfilled weight should have come from, as far as that is clear. `narrowed`: stored in float32 as an
-    exception, held narrower.
+    (a buffer that is computed, by the stated `rule` if one is known) or none. `mismatches` are elements that differ
+    from the named tensor; `unmatched` those that come from no checkpoint row either, `pattern` what they look like.
+    `order` is where the rows come from, as JSON; `regular` says whether sources are whole and numbered ascending,
+    `ascending` the latter alone. `due` is the tensor that an unfilled weight should have come from, as far as that is
+    clear. `narrowed`: stored in float32 as an exception, held narrower. `computed`: the port says it fills it itself.
 
     Where the first wrong element belongs on disk: `source`, `file` and `offset` in it; `first` is its index in memory,
     `first_row` that of its row in the source. A weight made of several tensors names in `source` those that are wrong.
@@ -33,6 +33,7 @@ class WeightFact:
     match: str
     source: str = ""
     claimed: bool = False
+    computed: bool = False
     lossless: bool = True
     mismatches: int = 0
     unmatched: int = 0
@@ -51,6 +52,7 @@ class WeightFact:
     ambiguous_rows: int = 0
     order: str = ""
     due: str = ""
+    rule: str = ""
     regular: bool = True
     ascending: bool = True
     narrowed: bool = False

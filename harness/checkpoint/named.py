@@ -20,6 +20,7 @@ from harness.checkpoint.near import Near, beyond_a_step
 from harness.checkpoint.pending import Pending
 from harness.checkpoint.place import place_of
 from harness.checkpoint.reasons import reason
+from harness.checkpoint.rules import rule_of
 from harness.checkpoint.values import Difference, difference, in_source_shape, nonfinite, rounded_digests
 from harness.errors import CheckpointError
 
@@ -48,9 +49,15 @@ def take(audit: Ledger, weight: Weight) -> None:
         dtype=str(held.dtype).removeprefix("torch."),
         match="none",
         claimed=bool(weight.checkpoint),
+        computed=weight.computed,
         lossless=weight.lossless,
         nonfinite=nonfinite(held),
     )
+    if weight.computed and (rule := rule_of(held, audit.checkpoint.config)):
+        audit.facts.append(
+            dataclasses.replace(fact, match="derived", rule=rule, nonfinite=0, digests=rounded_digests(held))
+        )
+        return
     raw = next((n for n in (weight.checkpoint, weight.name) if n in audit.owners), "")
     if raw and _is_raw(audit, raw, held):
         stored = audit.checkpoint.read(raw)

@@ -38,6 +38,7 @@ DIRECT = {
     "table_mismatches": "a table that the port computes for itself (rotary frequencies) has other values",
     "suspect_reference": "the reference itself looks wrong here: settle it before believing what differs from it",
     "undeclared_precision_share": "the weights are held in another precision than the port declares",
+    "unexplained_buffers": "a buffer that neither the checkpoint nor a rule explains, and that the reference has not",
     "unchecked_orders": "a fused weight whose order no parameter of the reference vouches for",
     "unseen_taps": "taps of the reference that the port does not show, so nothing can be localised there",
     "ttft_s": "the first token comes later than promised",

@@ -27,6 +27,7 @@ METRICS: Mapping[str, str] = {
     "table_mismatches": "count",
     "suspect_reference": "count",
     "unchecked_orders": "count",
+    "unexplained_buffers": "count",
     "load_peak_over_plan": "ratio",
     "conversion_mismatches": "count",
     "conversion_peak_over_promise": "ratio",

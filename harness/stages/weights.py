@@ -27,6 +27,7 @@ WEIGHT_METRICS = (
     "lossy_weight_rel_rms_error",
     "narrowed_parameters",
     "unchecked_orders",
+    "unexplained_buffers",
     "undeclared_precision_share",
 )
 _TOLD = (
@@ -167,6 +168,10 @@ def _one_weight(run: Run, w: Mapping[str, Any], reference: _Reference, order: in
         yield one("nonfinite_weights", w["nonfinite"], f"{w['nonfinite']} elements are NaN or infinite{whose}")
     if w["narrowed"]:
         yield one("narrowed_parameters", 1.0, f"stored in float32 as an exception, held in {w['dtype']}")
+    if w["computed"] and w["match"] == "derived":
+        if not w["rule"] and not reference.vouches(w):
+            yield one("unexplained_buffers", 1.0, f"{w['shape']} comes from no tensor, and no rule explains it")
+        return
     if w["match"] == "none":
         return
     lossy = not w["lossless"] and w["mismatches"] and w["relative_error"]
