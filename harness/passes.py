@@ -18,8 +18,8 @@ WALKING = frozenset({"forward", "steps", "generate", "concurrent", "search"})
 
 def passes(jobs: Sequence[Job]) -> tuple[list[Job], list[list[Job]]]:
     """Return the jobs that go alone, in order, and those of each pass."""
-    alone = [job for job in jobs if job.run.kind not in WALKING]
-    walking = [job for job in jobs if job.run.kind in WALKING]
+    walking = [job for job in jobs if job.run.kind in WALKING and not job.run.options.get("alone")]
+    alone = [job for job in jobs if job not in walking]
     found = []
     for dtype in dict.fromkeys(job.run.dtype for job in walking):
         left = [job for job in walking if job.run.dtype == dtype]

@@ -76,6 +76,8 @@ def execute(bench: Bench, run: Run, *, pins: Pins | None, expected: Trace | None
     facts.setdefault("wall_s", time.perf_counter() - begin)
     facts.setdefault("peak_bytes", peak_bytes())
     facts.setdefault("resident_before_bytes", before)
+    if "window_bytes" in bench.load_facts:
+        facts.setdefault("window_bytes", bench.load_facts["window_bytes"])
     facts["pinned"] = sorted(recorder.pinned)
     facts["notes"] = dict(recorder.notes)
     if statistics:

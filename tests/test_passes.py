@@ -10,7 +10,7 @@ from harness.faults import models
 from harness.golden import load_failure, load_trace
 from harness.passes import passes, walks
 from harness.record import Asked, Session
-from harness.schedule import make_schedule
+from harness.schedule import Job, make_schedule
 from harness.types import Case, Failure, Run, Setup
 
 CASE = Case(id="a", token_ids=tuple(range(3, 23)), max_new_tokens=3)
@@ -54,6 +54,19 @@ def test_long_jobs_share_their_walks():
     _, groups = passes(jobs_of(Path("/x")))
     assert [max(walks(job) for job in group) for group in groups] == [1, 4, 1]
     assert {"generate", "steps"} <= {job.run.kind for job in groups[1]}
+
+
+def test_what_is_measured_alone_runs_alone():
+    """A run whose memory is judged shares no pass, and neither does one that is timed."""
+    setup = Setup(side="accel", role="accel", adapter="r")
+    runs = [
+        Run(id="memory", stage="long_context", kind="forward", case=CASE, options={"alone": True}),
+        Run(id="latency", stage="long_context", kind="latency", case=CASE),
+        Run(id="free", stage="long_context", kind="forward", case=CASE),
+    ]
+    alone, groups = passes([Job(role="accel", run=run, setup=setup, folder=Path(run.id)) for run in runs])
+    assert [job.run.id for job in alone] == ["memory", "latency"]
+    assert [[job.run.id for job in group] for group in groups] == [["free"]]
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,8 @@ def plan(context: StageContext) -> list[Run]:
                 runs.append(replace(run, taps=taps, options={"buckets": BUCKETS}))
     longest = max(lengths)
     case = text_case(context.info, longest, seed=7, kind="long")
-    runs.append(Run(id="long_context/memory", stage=NAME, kind="forward", case=case, observe=False))
+    alone = {"alone": True}  # its memory is its own
+    runs.append(Run(id="long_context/memory", stage=NAME, kind="forward", case=case, observe=False, options=alone))
     if "phases" in context.capabilities:
         chunk = max(1, longest // 4 - 1)
         spans = spans_of(longest, range(chunk, longest, chunk))
@@ -84,7 +85,8 @@ def _memory(view: StageView, run: Run, trace: Trace | Failure | None) -> Measure
         return _lost(run, "peak_over_plan", trace)
     facts, length = trace.facts, len(run.case.token_ids or ()) if run.case else 0
     own = facts.get("planned_bytes")
-    planned = own or facts.get("resident_before_bytes", 0) + workspace_bytes(view.context.info, length)
+    held = facts.get("resident_before_bytes", 0) + facts.get("window_bytes", 0)  # of a port whose weights pass by
+    planned = own or held + workspace_bytes(view.context.info, length)
     peak = facts.get("peak_bytes", 0)
     detail = {"peak_bytes": peak, "planned_bytes": planned, "plan": "the port's" if own else "resident + workspace"}
     value = peak_over_plan(peak_bytes=peak, planned_bytes=planned)

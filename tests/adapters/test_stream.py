@@ -95,19 +95,23 @@ def test_forwards_replays_chunks_and_steps_are_bit_equal(
 
 
 def test_nothing_but_the_window_is_in_memory(folder_of: Callable[[str], Path]) -> None:
-    """Between forwards every streamed parameter is empty; during one only one layer's, and those around it."""
+    """Between forwards every streamed parameter is empty; while a layer runs, it alone is in, and the next one made."""
     adapter = open_one(folder_of("qwen3_moe"))
-    module = adapter._ready().module
+    assert isinstance(adapter, StreamedAdapter)
+    module, window = adapter._ready().module, adapter.window
     seen: list[int] = []
+    ahead: list[str] = []
     layers = [module.get_submodule(path) for path in adapter.structure.layers]
 
     def count(*_: object) -> None:
         seen.append(sum(any(not p.is_meta for p in layer.parameters()) for layer in layers))
+        ahead.append(window._ahead[0] if window._ahead else "")
 
     for layer in layers:
         layer.register_forward_pre_hook(count)
     observed(adapter)
     assert seen == [1] * len(layers)
+    assert ahead[:-1] == list(adapter.structure.layers[1:])
     assert all(p.is_meta for p in module.parameters())
 
 
