@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from harness.plan import Plan
@@ -20,7 +20,7 @@ from harness.types import STAGES, StageResult, Status, Trace, Verdict
 def environment(plan: Plan, checklist_digest: str) -> Environment:
     """Return versions, device and digests of everything a verdict may depend on."""
     sides = {
-        side: {"name": told.get("name", ""), "spec": plan.setups[role].adapter, "device": told.get("device", ""),
+        side: {"name": told.get("name", ""), "spec": plan.setups[role].adapter, "device": _device(plan.setups[role].device, told),
                "versions": told.get("versions", {})}
         for side, role, told in (
             ("reference", "oracle", plan.described["reference"]), ("accel", "accel", plan.described["accel"]),
@@ -32,11 +32,16 @@ def environment(plan: Plan, checklist_digest: str) -> Environment:
     sides["reference"]["dtype"] = plan.setups["oracle"].dtype
     return Environment(
         versions=dict(plan.described["accel"].get("versions", {})),
-        device=str(plan.described["accel"].get("device", "")),
+        device=sides["accel"]["device"],
         sides=sides,
         digests={**plan.digests, "checklists": checklist_digest},
         facts={"machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count() or 0},
     )
+
+
+def _device(asked: str, told: Mapping[str, Any]) -> str:
+    """Return the device that a SPEC asked for; what is there, where it left that to the port."""
+    return asked if asked != "cpu" else str(told.get("device", ""))
 
 
 def exercised(plan: Plan, stages: Sequence[StageResult], view: Callable[[str], StageView]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from harness.adapter import Adapter
+from harness.devices import enabled
 from harness.errors import Day0Error, PortError, SpecError, nearest
 from harness.types import Setup
 
@@ -87,6 +88,7 @@ def open_adapter(spec: Spec, checkpoint: Path | None, setup: Setup) -> Adapter:
         SpecError: it cannot be imported, is not an adapter, or lacks a checkpoint.
         PortError: the factory itself raised.
     """
+    setup = enabled(setup)
     if spec.kind in ("openai", "serve"):
         server = _imported(lambda: importlib.import_module("harness.adapters.server"), "harness.adapters.server")
         start = server.openai if spec.kind == "openai" else server.serve

@@ -23,7 +23,7 @@ ROWS = (
     {"golden"},
     {"checkpoint", "metrics", "cases", "mapping"},
     {"recorder"},
-    {"adapter", "statistics", "precision"},
+    {"adapter", "devices", "statistics", "precision"},
     {"taps"},
     {"types", "errors", "dropin"},
 )
