@@ -66,6 +66,11 @@ class StreamedAdapter(ModuleAdapter):
         units = [weights.sources(names, setup.dtype) for names in self.window.units.values()]
         return {**facts, "window_bytes": window_plan(weights.shards.checkpoint, setup.dtype, units).peak_bytes}
 
+    def close(self) -> None:
+        """Let the module go, and what of the window nobody else uses."""
+        super().close()
+        self.window.clear()
+
     def weights(self) -> Iterator[Weight]:
         """Yield every parameter and persistent buffer under the module's own names, a few in memory at a time."""
         self._ready()
