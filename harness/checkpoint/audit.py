@@ -119,7 +119,9 @@ def _settled(audit: Ledger, at: int, pending: Pending, answer: Answer) -> Weight
     if named and not all_found and fact.mismatches <= answer.unmatched:
         audit.used.add(fact.source)
         return fact
-    filled = answer.unmatched * 2 <= pending.numel
+    # Of a weight without a name of its own, few rows that are the checkpoint's say where it comes from.
+    matched = pending.numel - answer.unmatched
+    filled = matched * 2 >= pending.numel or (not named and matched * 10 >= pending.numel + 10 * _constant(pending))
     if named and not filled:
         audit.used.add(fact.source)  # its name was found and its values are wrong: that is told by `mismatches`
     by_name = is_derived(fact.name)
@@ -137,3 +139,8 @@ def _settled(audit: Ledger, at: int, pending: Pending, answer: Answer) -> Weight
         rule="a buffer that models compute, by its name" if match == "derived" and by_name else "",
         digests=pending.digests if answer.unmatched or not answer.regular else {},
     )
+
+
+def _constant(pending: Pending) -> int:
+    """Count the elements in rows that are one constant, and therefore of anything."""
+    return pending.constant_rows * pending.shape[-1]

@@ -13,6 +13,9 @@ from harness.checkpoint.gaps import Due
 from harness.checkpoint.near import Near
 from harness.checkpoint.pending import Pending
 
+KEPT = 1 << 26
+"""Bytes of small weights that may be kept: fused biases are recognised by them."""
+
 
 @dataclass(slots=True)
 class Ledger:
@@ -30,6 +33,8 @@ class Ledger:
     raw_used: set[str] = field(default_factory=set)
     errors: dict[str, str] = field(default_factory=dict)
     searches: int = 0
+    kept: int = 0
+    """Bytes of small weights that are kept as they are."""
     guesses: dict[str, str] = field(default_factory=dict)
     """For a weight that differs from the one tensor whose name ends as its own does: that tensor."""
     dues: dict[int, list[Due]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from harness.adapter import Weight
 from harness.checkpoint.causes import causes_of, pair_of
 from harness.checkpoint.fact import WeightFact
 from harness.checkpoint.formats import Logical, decode
-from harness.checkpoint.ledger import Ledger
+from harness.checkpoint.ledger import KEPT, Ledger
 from harness.checkpoint.near import Near, beyond_a_step
 from harness.checkpoint.pending import Pending
 from harness.checkpoint.place import place_of
@@ -71,7 +71,9 @@ def take(audit: Ledger, weight: Weight) -> None:
     audit.facts.append(fact)
     if not settled and held.numel():
         held = audit.near.restored(weight.name, held) if audit.near is not None else held
-        audit.pending.append((len(audit.facts) - 1, Pending.of(held)))
+        pending = Pending.of(held, keep=audit.kept < KEPT)
+        audit.kept += pending.small.nbytes if pending.small is not None else 0
+        audit.pending.append((len(audit.facts) - 1, pending))
 
 
 def _as_stored(audit: Ledger, fact: WeightFact, name: str, held: Tensor, stored: Tensor) -> WeightFact:

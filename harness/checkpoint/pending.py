@@ -47,12 +47,13 @@ class Pending:
         """Digest a weight; scalars are taken as one row of one element."""
         value = held.reshape(1) if held.dim() == 0 else held
         ways = [(False, value)] + ([(True, value.transpose(-1, -2))] if value.dim() >= 2 else [])
+        readings = tuple(r for transposed, v in ways for r in _readings(v, transposed=transposed))
         return Pending(
             dtype=held.dtype,
             shape=tuple(value.shape),
-            readings=tuple(r for transposed, v in ways for r in _readings(v, transposed=transposed)),
+            readings=readings,
             constant_rows=constant_rows(value),
-            digests=rounded_digests(held),
+            digests=rounded_digests(held, readings[0].hashes),
             small=value.flatten().clone() if keep and value.numel() <= _SMALL_ELEMENTS else None,
         )
 

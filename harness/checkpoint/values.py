@@ -11,9 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.checkpoint.rows import Hashes, row_hashes
+
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PROBE = 256
+_STRIP = 1 << 20
+"""Elements that are compared at a time: what that takes beside the two tensors stays small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,46 +118,64 @@ def _padded(actual: Tensor, expected: Tensor) -> Difference:
 
 
 def _elementwise(actual: Tensor, expected: Tensor, slack: int, *, how: str) -> Difference:
-    """Compare in the source's shape; indices are those of the held tensor."""
+    """Compare in the source's shape, a strip at a time; indices are those of the held tensor."""
     value = actual if how == "padded" else in_source_shape(actual, expected.shape, how)
-    wrong, rounded = _wrong(value, expected, slack)
-    count = int(wrong.sum()) if wrong is not None else 0
-    if wrong is None or not count:
+    if value.is_floating_point() and value.element_size() > 1 and torch.equal(value, expected.to(value.dtype)):
+        return Difference(how=how, mismatches=0)  # NaN is unequal here
+    flat, due = value.reshape(-1), expected.reshape(-1)
+    count, first, worst, most = 0, -1, -1, -1.0
+    off = size = 0.0
+    floats = value.is_floating_point() and expected.is_floating_point()
+    for start in range(0, len(flat), _STRIP):
+        held, wanted = flat[start : start + _STRIP], due[start : start + _STRIP]
+        wrong, rounded = _wrong(held, wanted, slack)
+        if floats:
+            off += float((held.to(torch.float64) - wanted.to(torch.float64)).square().sum())
+            size += float(wanted.to(torch.float64).square().sum())
+        if not bool(wrong.any()):
+            continue
+        count += int(wrong.sum())
+        first = start + int(wrong.int().argmax()) if first < 0 else first
+        apart = torch.where(wrong, _apart(held, rounded), -1.0) if floats else wrong.to(torch.float64)
+        at = int(apart.argmax())
+        if float(apart[at]) > most:
+            worst, most = start + at, float(apart[at])
+    if not count:
         return Difference(how=how, mismatches=0)
-    first = int(wrong.flatten().int().argmax())
     there = _held_index(first, actual, expected, how)
-    if not value.is_floating_point() or not expected.is_floating_point():
+    if not floats:
         return Difference(how=how, mismatches=count, worst=there, first=there, first_flat=first)
-    small = value.element_size() == 1
-    held = value.to(torch.float32) if small else value
-    apart = _ulps(held, rounded) if not small else (held - rounded).abs().to(torch.float64)
-    apart = torch.where(wrong, apart.nan_to_num(nan=float("inf"), posinf=float("inf")), torch.full_like(apart, -1.0))
-    at = int(apart.argmax())
-    wide = (held.to(torch.float64) - expected.to(torch.float64)).norm() / expected.to(torch.float64).norm()
     return Difference(
         how=how,
         mismatches=count,
-        max_ulp=float(apart.flatten()[at]),
-        worst=_held_index(at, actual, expected, how),
+        max_ulp=most,
+        worst=_held_index(worst, actual, expected, how),
         first=there,
         first_flat=first,
-        expected=float(rounded.flatten()[at]),
-        found=float(held.flatten()[at]),
-        relative_error=float(wide),
+        expected=float(due[worst].to(value.dtype)),
+        found=float(flat[worst]),
+        relative_error=(off / size) ** 0.5 if size else float("inf"),
     )
 
 
-def _wrong(value: Tensor, expected: Tensor, slack: int) -> tuple[Tensor | None, Tensor]:
-    """Return which elements differ, None for none, and the expected ones rounded as memory holds them."""
+def _apart(held: Tensor, rounded: Tensor) -> Tensor:
+    """Return how far values are from the right ones, in units of the last place; in values for 8-bit floats."""
+    if held.element_size() == 1:
+        apart = (held.to(torch.float32) - rounded).abs().to(torch.float64)
+    else:
+        apart = _ulps(held, rounded)
+    return apart.nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def _wrong(value: Tensor, expected: Tensor, slack: int) -> tuple[Tensor, Tensor]:
+    """Return which elements differ, and the expected ones rounded as memory holds them."""
     if not value.is_floating_point() or not expected.is_floating_point():
         narrow = not expected.is_floating_point()
         return value != expected.to(value.dtype) if narrow else value.to(expected.dtype) != expected, expected
     small = value.element_size() == 1  # these have no comparison of their own
     held = value.to(torch.float32) if small else value
     rounded = expected.to(value.dtype).to(held.dtype)
-    if torch.equal(held, rounded):  # NaN is unequal here too
-        return None, rounded
-    wrong = held != rounded
+    wrong = held != rounded  # NaN is unequal here too
     if slack and bool(wrong.any()):
         margin = expected.abs() * (slack * torch.finfo(torch.float32).eps)
         low, high = (expected - margin).to(held.dtype), (expected + margin).to(held.dtype)
@@ -184,21 +206,20 @@ def nonfinite(value: Tensor) -> int:
     return int((~wide.isfinite()).sum())
 
 
-def rounded_digests(value: Tensor) -> dict[str, str]:
+def rounded_digests(value: Tensor, rows: Hashes | None = None) -> dict[str, str]:
     """Digest the value rounded to each dtype that is no wider: sides of different precision can then be compared.
 
-    A constant tensor has none: equal constants say nothing.
+    A constant tensor has none: equal constants say nothing. `rows`: the hashes of its rows as it is, if known.
     """
     if not value.is_floating_point() or value.element_size() == 1 or value.numel() < 2:
         return {}
-    if bool((value == value.flatten()[0]).all()):
+    if bool((value == value.reshape(-1)[0]).all()):
         return {}
     result = {}
     for dtype in NARROW:
-        if dtype == value.dtype or (
-            dtype.itemsize <= value.element_size() and value.dtype not in (torch.bfloat16, torch.float16)
-        ):
-            rounded = (value.to(dtype) + 0.0).contiguous()
-            content = rounded.flatten().view(torch.uint8).numpy().tobytes()
-            result[str(dtype).removeprefix("torch.")] = hashlib.blake2b(content, digest_size=16).hexdigest()
+        own = dtype == value.dtype
+        if own or (dtype.itemsize <= value.element_size() and value.dtype not in (torch.bfloat16, torch.float16)):
+            hashes = rows if own and rows is not None else row_hashes(value.to(dtype))
+            digest = hashlib.blake2b(hashes.tobytes(), digest_size=16)
+            result[str(dtype).removeprefix("torch.")] = digest.hexdigest()
     return result
