@@ -25,7 +25,7 @@ from harness.types import Setup
 
 OPTIONS = ("attn", "experts", "trust_remote_code", "stream")
 MOST_PLANNED = 32
-"""Times what is stored that a load is planned at, at most: four bits become 64, and the rest is less than that again."""
+"""Times what is stored that a load is planned at, at most: four bits become 64, and the rest is less than that."""
 
 
 def hf_adapter(checkpoint: Path, setup: Setup) -> ModuleAdapter:
