@@ -61,6 +61,26 @@ def exchanged_words(found: str, due: str) -> str:
     return _sources_exchanged(_names(a), _names(b))
 
 
+def odd_turn(order: str) -> str:
+    """Return which of several numbered parts is put together in another order than the others; "" if none is.
+
+    Of one expert, up lies before gate where all other experts have gate before up.
+    """
+    turns: list[tuple[tuple[str, ...], list[str]]] = []
+    runs = [run for stream in json.loads(order or "{}").get("streams", []) for run in stream]
+    for name in _names(runs):
+        numbers = tuple(re.findall(r"\d+", name))
+        if not turns or turns[-1][0] != numbers:
+            turns.append((numbers, []))
+        turns[-1][1].append(_leaf(name))
+    usual, count = Counter(tuple(leaves) for _, leaves in turns).most_common(1)[0] if turns else ((), 0)
+    odd = [(numbers, leaves) for numbers, leaves in turns if tuple(leaves) != usual]
+    if count < 2 * len(odd) or not odd or any(sorted(leaves) != sorted(usual) for _, leaves in odd):
+        return ""
+    numbers, leaves = odd[0]
+    return f"{' before '.join(leaves)} in number {numbers[-1]}, where {count} others have {' before '.join(usual)}"
+
+
 def _turned(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     turned = [str(v.get("how", "")).startswith("permute") or bool(v.get("transposed")) for v in (ours, theirs)]
     return "its tensor with axes exchanged: a transposition" if turned[0] != turned[1] else ""

@@ -13,7 +13,16 @@ from typing import Any
 
 from harness.precision.scheme import Precision
 from harness.stages import measured
-from harness.stages.orders import ascending, canonical, exchanged_words, layerless, order_words, sources, template
+from harness.stages.orders import (
+    ascending,
+    canonical,
+    exchanged_words,
+    layerless,
+    odd_turn,
+    order_words,
+    sources,
+    template,
+)
 from harness.types import Measurement, Run
 
 NAME = "load"
@@ -229,6 +238,8 @@ def _order(w: Mapping[str, Any], reference: _Reference, one: Any) -> Iterator[Me
     elif reference.odd_one_out(w):
         pattern = exchanged_words(layerless(w["order"]), reference.usual(w))
         yield one("provenance_mismatches", 1.0, f"put together otherwise than in most layers: {words}", pattern)
+    elif odd := odd_turn(w["order"]):
+        yield one("provenance_mismatches", 1.0, f"numbered parts that are not all alike: {words}", odd)
     elif sources(w["order"]) > 1 or not w["regular"]:
         yield one("unchecked_orders", 1.0, f"no reference parameter of this name; {order_words(w['order'])}")
 

@@ -10,7 +10,7 @@ from harness.faults.disk.writers import FORMATS
 
 ALIKE = ("f16", "f32", "fp8_block_scale", "fp8_qscale", "fp8_e5m2", "mxfp4_quark", "nvfp4_modelopt", "gptq_v2")
 """Formats that differ from another one in a name or a dtype; `day0 prove --checkpoints` takes them all."""
-READ = ("bf16", "fp8_block", "mxfp4_gpt_oss", "nvfp4_packed", "gptq_v1")
+READ = ("fp8_block", "mxfp4_gpt_oss", "nvfp4_packed")
 """Formats whose content is read here too."""
 RECORDED = ("fp8_block", "mxfp4_gpt_oss")
 TELLING = {name: d for name, d in DAMAGES.items() if d.seen == "headers"}

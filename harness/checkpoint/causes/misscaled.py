@@ -182,10 +182,11 @@ def _repeated_transposed(value: Tensor) -> Tensor:
 
 
 def _placed(words: str, row: Tensor, column: Tensor) -> Mistake:
-    """Return a mistake with where blocks begin and end."""
+    """Return a mistake with where blocks begin and end; zero points go with their scales."""
 
     def change(s: Stored) -> Stored:
-        return dataclasses.replace(s, grid=Grid(values=s.grid.values, row=row, column=column))
+        zeros = None if s.zeros is None else Grid(values=s.zeros.values, row=row, column=column)
+        return dataclasses.replace(s, grid=Grid(values=s.grid.values, row=row, column=column), zeros=zeros)
 
     return Mistake(part="blocks", words=words, change=change)
 

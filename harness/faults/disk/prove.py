@@ -1,4 +1,4 @@
-"""`day0 prove --checkpoints`: which damages to which formats, what is written. Knows the tables; must not know limits.
+"""`day0 prove --checkpoints`: damages to each format, and ports that misread it. Knows tables; must not know limits.
 
 The second opinion beside each row is that of transformers on the same folder, where it is asked for and installed.
 """
@@ -14,6 +14,8 @@ from harness.errors import EXIT_REFUSED, UsageError, nearest
 from harness.faults.disk import DAMAGES, HARMLESS
 from harness.faults.disk.damage import Damage
 from harness.faults.disk.judge import DiskRow, Shelf
+from harness.faults.disk.mistakes import MISTAKES, Mistake
+from harness.faults.disk.ports import PortShelf
 from harness.faults.disk.table import as_data, failed, line, markdown
 from harness.faults.disk.writers import FORMATS
 
@@ -33,15 +35,20 @@ def run(
     `beside`: ask transformers too. Raises UsageError for unknown words.
     """
     names = _known(formats, FORMATS, "format") or list(FORMATS)
-    everything = {**DAMAGES, **HARMLESS}
-    chosen = [everything[name] for name in _known(only, everything, "damage") or everything]
+    everything = {**DAMAGES, **HARMLESS, **MISTAKES}
+    asked = _known(only, everything, "damage") or list(everything)
+    chosen = [d for name, d in {**DAMAGES, **HARMLESS}.items() if name in asked]
+    wrong: list[Mistake | None] = [m for name, m in MISTAKES.items() if name in asked]
+    wrong = [None, *wrong] if not only else wrong
     if beside and importlib.util.find_spec("transformers") is None:
         raise UsageError("--beside needs transformers; pip install 'day0[hf]'")
     rows: list[DiskRow] = []
     with tempfile.TemporaryDirectory(prefix="day0-prove-") as scratch:
         for name in names:
-            say(f"{name}: {len(chosen)} damages and harmless differences")
-            rows += _shelf(Shelf(name, Path(scratch), seed), chosen, beside, say)
+            say(f"{name}: {len(chosen)} damages and harmless differences, {len(wrong)} ports")
+            rows += _shelf(Shelf(name, Path(scratch), seed), chosen, beside, say) if chosen else []
+            port = PortShelf(name, Path(scratch), seed) if wrong else None
+            rows += [port.row(m) for m in wrong] if port is not None else []
     about = {"seed": seed, "formats": names}
     if json_file is not None:
         json_file.write_text(as_data(rows, **about))
