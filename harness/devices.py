@@ -5,8 +5,8 @@
     hf:PATH?device=pocket:1&device_gib=2           one that an entry point of the group `day0.devices` enables
 
 Most out-of-tree backends name themselves in torch's own entry points (`torch.backends`) and are there once torch is
-imported. What costs something to enable (a build) has an entry point here instead and is called where a SPEC asks for it,
-with the options whose names begin with `device_`, as text.
+imported. What costs something to enable (a build) has an entry point here instead, which is called where a SPEC asks
+for it, with the options whose names begin with `device_`, as text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def enabled(setup: Setup) -> Setup:
             known[kind].load()(own)
         except Day0Error:
             raise
-        except Exception as error:  # a plug-in may raise anything
+        except Exception as error:  # the plug-in may raise anything
             raise SpecError(f"the device {setup.device} cannot be enabled by {known[kind].value}: {error!r}") from error
     elif own:
         raise SpecError(f"expected no device_ options for the device {kind}, found {sorted(own)}")
@@ -53,7 +53,7 @@ def enabled(setup: Setup) -> Setup:
 def _imported(package: str, device: str) -> None:
     try:
         importlib.import_module(package)
-    except Exception as error:  # a plug-in may raise anything
+    except Exception as error:  # the plug-in may raise anything
         raise SpecError(f"the plug-in {package!r} of the device {device} cannot be imported: {error!r}") from error
 
 

@@ -20,8 +20,8 @@ from harness.types import STAGES, StageResult, Status, Trace, Verdict
 def environment(plan: Plan, checklist_digest: str) -> Environment:
     """Return versions, device and digests of everything a verdict may depend on."""
     sides = {
-        side: {"name": told.get("name", ""), "spec": plan.setups[role].adapter, "device": _device(plan.setups[role].device, told),
-               "versions": told.get("versions", {})}
+        side: {"name": told.get("name", ""), "spec": plan.setups[role].adapter, "versions": told.get("versions", {}),
+               "device": _device(plan.setups[role].device, told)}
         for side, role, told in (
             ("reference", "oracle", plan.described["reference"]), ("accel", "accel", plan.described["accel"]),
         )

@@ -121,7 +121,7 @@ def _steps(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | No
     length = inputs.token_ids.shape[-1]
     slot = port.open()
     if run.before:
-        earlier = Inputs(token_ids=torch.tensor([run.before], dtype=torch.int64))
+        earlier = Inputs(token_ids=inputs.token_ids.new_tensor([run.before]))
         port.step(slot, earlier, 0, len(run.before), silent)
         port.free(slot)
         slot = port.open()

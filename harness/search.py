@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from harness.adapter import Adapter, Inputs
+from harness.adapter import Adapter, silent
 from harness.cases import ModelInfo, seeded_ids
 from harness.recorder import TraceRecorder
-from harness.types import Facts, Run
+from harness.types import Case, Facts, Run
 
 PIECE_TOKENS, PIECES, ROUNDS, PATIENCE = 24, 4, 12, 3
 """Tokens of a piece; pieces tried in a round; most rounds; rounds in a row without any gain that end the search."""
@@ -44,13 +44,13 @@ def search(adapter: Adapter, info: ModelInfo, run: Run, beat: Callable[[str], No
     draw = random.Random(f"day0-search-{run.case.seed}")
     ids = list(run.case.token_ids or ())
     forwards, stale, rounds = 1, 0, 0
-    reach = _Reach(counts=_counts(_routes(adapter, info.experts, ids, beat), info.experts))
+    reach = _Reach(counts=_counts(_routes(adapter, info.experts, run.case, ids, beat), info.experts))
     while _missing(reach.counts, need) and len(ids) < most and stale < PATIENCE and rounds < ROUNDS:
         rounds += 1
         best: tuple[int, list[int], dict[str, Tensor]] | None = None
         for number in range(PIECES):
             piece = _piece(info, reach, draw, number, most - len(ids))
-            routes = _routes(adapter, info.experts, ids + piece, beat)
+            routes = _routes(adapter, info.experts, run.case, ids + piece, beat)
             forwards += 1
             counts = _counts(routes, info.experts)
             _remember(reach, routes, ids + piece, need)
@@ -64,11 +64,11 @@ def search(adapter: Adapter, info: ModelInfo, run: Run, beat: Callable[[str], No
     return {"token_ids": ids, "missing": _missing(reach.counts, need), "forwards": forwards}
 
 
-def _routes(adapter: Adapter, experts: int, ids: list[int], beat: Callable[[str], None]) -> Routes:
+def _routes(adapter: Adapter, experts: int, case: Case, ids: list[int], beat: Callable[[str], None]) -> Routes:
     """Return the experts chosen by token, {tap: [T, K]}; choices among anything else (groups) are left out."""
     recorder = TraceRecorder(keep=("*.topk", "*.topk.*"), beat=beat)
     recorder.span(0, len(ids))
-    adapter.forward(Inputs(token_ids=torch.tensor([ids]), position_ids=torch.arange(len(ids))[None]), recorder)
+    adapter.forward(adapter.prepare(replace(case, token_ids=tuple(ids)), silent), recorder)
     held = recorder.tensors()
     return {
         name: held[name].reshape(len(ids), -1)

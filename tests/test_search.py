@@ -24,6 +24,9 @@ class Table:
     def __init__(self, dead: int = EXPERTS) -> None:
         self.dead, self.calls = dead, 0
 
+    def prepare(self, case: Case, record: Recorder) -> Inputs:
+        return Inputs(token_ids=torch.tensor([case.token_ids]))
+
     def forward(self, inputs: Inputs, record: Recorder) -> torch.Tensor:
         self.calls += 1
         ids = inputs.token_ids[0]

@@ -1,7 +1,7 @@
 """A small accelerator of its own for torch, built on demand. Knows its shared library; must not know models or ports.
 
-`enable()` builds the library where it is not in the cache yet, registers the device as `pocket` and says how many cards
-there are; after that `torch.device("pocket:1")`, `torch.accelerator` and `torch.pocket` work. One such device per process.
+`enable()` builds the library where it is not in the cache yet, registers the device as `pocket` and says how many
+cards there are; after that `torch.device("pocket:1")`, `torch.accelerator` and `torch.pocket` work. One per process.
 """
 
 from __future__ import annotations

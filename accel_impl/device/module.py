@@ -1,4 +1,4 @@
-"""What torch expects under `torch.pocket`: cards, random state, memory. Knows torch.accelerator; must not know kernels."""
+"""What torch expects under `torch.pocket`: cards, random state. Knows torch.accelerator; must not know kernels."""
 
 from __future__ import annotations
 

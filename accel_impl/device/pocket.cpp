@@ -53,6 +53,11 @@ at::Tensor empty_strided(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides,
                                            c10::dtype_or_default(dtype));
 }
 
+const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(self.device());  // a tensor grows on its own card
+  return at::native::resize_(self, sizes, format);
+}
+
 at::Scalar local_scalar(const at::Tensor& tensor) {
   land();
   return on_host(tensor).item();
@@ -113,7 +118,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", &at::native::unfold);
   m.impl("view_as_real", &at::native::view_as_real);
   m.impl("view_as_complex", &at::native::view_as_complex);
-  m.impl("resize_", &at::native::resize_);
+  m.impl("resize_", &resize_);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Storage", &set_whole);
   m.impl("_local_scalar_dense", &local_scalar);

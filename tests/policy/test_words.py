@@ -14,6 +14,7 @@ BROAD = {
     "harness/worker.py": "the side under test may raise anything",
     "harness/ranks.py": "the side under test may raise anything",
     "harness/plugins.py": "the side under test may raise anything when it is imported",
+    "harness/devices.py": "a plug-in of a device may raise anything",
     "harness/faults/lab.py": "the side under test may raise anything",
     "harness/faults/disk/second.py": "another loader may raise anything",
     "harness/campaign.py": "around a stage's measure function",
