@@ -52,7 +52,7 @@ class Checkpoint:
         """Read one tensor as stored (F4 and F6 as their packed bytes, uint8 [..., bytes]).
 
         Raises:
-            CheckpointError: there is no such tensor, or its bytes are not all there.
+            CheckpointError: there is no such tensor, its bytes are not all there, or its file cannot be read any more.
         """
         ref = self.tensors.get(name)
         if ref is None:
@@ -60,9 +60,15 @@ class Checkpoint:
                 f"expected a tensor {name!r} in {self.path}{nearest(name, list(self.tensors)[:2000])}"
             )
         buffer = room((ref.nbytes,), torch.uint8)
-        with open_shard(self.path / ref.file) as stream:
-            stream.seek(ref.begin)
-            read = _fill(stream, buffer.numpy().data)
+        try:
+            with open_shard(self.path / ref.file) as stream:
+                stream.seek(ref.begin)
+                read = _fill(stream, buffer.numpy().data)
+        except OSError as error:
+            raise CheckpointError(
+                f"expected {name!r} in {ref.file}, found: {error.strerror or error}: the file was there when its "
+                "header was read; put it back"
+            ) from None
         if read != ref.nbytes:
             raise CheckpointError(
                 f"expected {ref.nbytes} bytes of {name!r} at byte {ref.begin} of {ref.file}, found {read}: the shard "

@@ -8,6 +8,7 @@ half, OCP 8-bit floating point 1.0 (E4M3: S.1111.111 is NaN; E5M2 as IEEE), OCP 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +26,7 @@ _BITS: dict[str, tuple[int, int]] = {
 }
 """Width, and the smallest positive pattern that is not a finite number."""
 _FNUZ = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_NORM = re.compile(r"norm\w*\.weight$")
 WILD_OCTAVES = 48
 """Powers of two between the least and the greatest scale of one tensor beyond which they are not of one weight.
 Source: a bf16 matrix of a trained model spans 20 octaves between its smallest and largest block of 32 at most."""
@@ -115,8 +117,11 @@ def _numbers(unsigned: Any, dtype: str, *, exponent: bool) -> Any:
     return unsigned.view(kinds[dtype]) if dtype in kinds else np.zeros(0)
 
 
-def code_problems(codes: Codes, shape: Sequence[int]) -> Iterator[tuple[str, str, str]]:
-    """Yield what is wrong with a tensor's codes, as kind, what was expected, what was found."""
+def code_problems(codes: Codes, shape: Sequence[int], name: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield what is wrong with a tensor's codes, as kind, what was expected, what was found.
+
+    A vector may be zero (a bias); the weights of a norm, which its `name` tells, are not.
+    """
     if codes.reserved:
         at = (
             [int(i) for i in np.unravel_index(codes.first, tuple(shape))]
@@ -126,8 +131,10 @@ def code_problems(codes: Codes, shape: Sequence[int]) -> Iterator[tuple[str, str
         kind = "reserved_scale" if codes.scale else "nonfinite"
         what = "scales" if codes.scale else "values"
         yield kind, f"finite {what}", f"{codes.reserved} of {codes.count} NaN, infinite or reserved, the first at {at}"
-    if not codes.scale and len(shape) >= 2 and codes.count and not codes.high and codes.dtype != "BOOL":
-        yield "all_zero", "a matrix with values", f"zero in all of {codes.count} elements"
+    full = len(shape) >= 2 or (_NORM.search(name) is not None and codes.count > 1)
+    if not codes.scale and full and codes.count and not codes.high and codes.dtype != "BOOL":
+        what = "a matrix" if len(shape) >= 2 else "a norm"
+        yield "all_zero", f"{what} with values", f"zero in all of {codes.count} elements"
     if codes.scale and codes.zeros:
         yield "zero_scale", "scales above zero", f"{codes.zeros} of {codes.count} are zero: what they scale is lost"
     if codes.scale and codes.negative:

@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from harness.checkpoint.container import Checkpoint, open_shard
 from harness.checkpoint.formats import Logical
@@ -19,12 +19,13 @@ from harness.checkpoint.header import Problem, TensorRef
 from harness.checkpoint.scan.body import Body, Helpers
 from harness.checkpoint.scan.codes import Codes, code_problems
 from harness.checkpoint.scan.convert import Conversion
+from harness.checkpoint.scan.manifest import hasher
 from harness.checkpoint.scan.pieces import PIECE_BYTES, Piece, Pieces
 from harness.checkpoint.scan.statistics import Statistics
 from harness.errors import CheckpointError
 from harness.types import digest_of
 
-VERSION = 3
+VERSION = 4
 """Of what a pass looks at: results of another version are not reused."""
 UNLIKELY = frozenset({"all_zero", "zero_scale", "negative_scale", "wild_scale"})
 """Kinds that a right checkpoint may show: an unused gate, a block of zeros. They are warnings."""
@@ -174,7 +175,7 @@ class Reading:
             self._conclude(ref, codes, body, whole=whole)
 
     def _conclude(self, ref: TensorRef, codes: Codes, body: Body | None, *, whole: bool) -> None:
-        for kind, expected, found in code_problems(codes, ref.shape):
+        for kind, expected, found in code_problems(codes, ref.shape, ref.name):
             if whole or kind not in UNLIKELY:
                 self._problems.append(told(ref, kind, expected, found))
         if body is not None:
@@ -239,7 +240,7 @@ class Digests:
     """The digests of one file, fed as it is read."""
 
     def __init__(self, algorithms: Sequence[str]) -> None:
-        self._states = {name: _hasher(name) for name in algorithms}
+        self._states = {name: hasher(name) for name in algorithms}
 
     def update(self, data: memoryview) -> None:
         """Add bytes."""
@@ -249,11 +250,3 @@ class Digests:
     def hex(self) -> dict[str, str]:
         """Return the digests."""
         return {name: state.hexdigest() for name, state in self._states.items()}
-
-
-def _hasher(name: str) -> Any:
-    if name == "blake3":
-        from blake3 import blake3
-
-        return blake3()
-    return hashlib.new(name)

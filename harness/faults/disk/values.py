@@ -151,7 +151,7 @@ def scales_zero(files: Files) -> list[str]:
     return answers(weight)
 
 
-@damage("manifest", "zero|digest")
+@damage("content", "zero")
 def norm_zero(files: Files) -> list[str]:
     """All elements of a norm are zero."""
     weight = weights(files, kinds="norm")[-1]
