@@ -50,6 +50,9 @@ def _bijection(source: Ints, what: str) -> str:
         return f"{what} {moved[0]} and {moved[1]} exchanged"
     if bool((source == own[::-1]).all()):
         return f"{what} in reversed order"
+    by = int(source[0])
+    if 2 * by != count and bool((source == np.roll(own, -by)).all()):
+        return f"{what} shifted by {min(by, count - by)}, those at the end coming in again at the start"
     size = _period(source)
     return _within(source[:size], count // size, what) or _blocks(source, what) or f"{what} in another order"
 
@@ -83,18 +86,20 @@ def _within(block: Ints, times: int, what: str) -> str:
             if size % ways or size == ways:
                 continue
             woven = np.arange(size).reshape(ways, -1).T.flatten()
-            parts = {2: "halves", 3: "thirds", 4: "quarters"}[ways]
+            parts, every = {2: ("halves", "second"), 3: ("thirds", "third"), 4: ("quarters", "fourth")}[ways]
             if bool((part == woven).all()):
                 return f"{what} permuted{of}: {parts} woven into each other (interleaved), as in {ROTARY}"
             if bool((part == np.argsort(woven)).all()):
-                return (
-                    f"{what} permuted{of}: every {ways}th together ({parts} where they are interleaved), as in {ROTARY}"
-                )
+                gathered = f"every {every} one together ({parts} where they belong interleaved)"
+                return f"{what} permuted{of}: {gathered}, as in {ROTARY}"
         if bool((part == np.arange(size)[::-1]).all()):
             return f"{what} in reversed order{of}"
         if size % 2 == 0 and bool((part == np.roll(np.arange(size), size // 2)).all()):
             if size == 2:
                 return f"{what} exchanged in pairs{of}"
+            if times == 1 and size < len(block):
+                middle = first + size // 2
+                return f"{what} {first} to {middle - 1} and {middle} to {last - 1} exchanged"
             return f"{what} permuted{of}: first and second half exchanged"
         if times > 1 and bool((np.diff(part) % size == 1).all()):
             return f"{what} rotated{of} by {int(part[0])}"
@@ -116,9 +121,6 @@ def _blocks(source: Ints, what: str) -> str:
     size = int(np.gcd(size, np.gcd.reduce(source[starts[:-1]]))) if len(starts) > 2 else size
     count = len(source) // max(1, size)
     if size < 2 or count < 2:
-        by = int(source[0])
-        if bool((source == np.roll(np.arange(len(source)), -by)).all()):
-            return f"{what} shifted by {min(by, len(source) - by)}, those at the end coming in again at the start"
         return ""
     order = source[::size] // size
     if count == 2:

@@ -148,7 +148,8 @@ def _changes(few: Pair) -> Iterator[Candidate]:
 
 
 def _changed(change: Callable[[Tensor], Tensor], pair: Pair) -> Tensor:
-    return change(pair.expected)
+    narrow = pair.expected.is_floating_point() and pair.expected.element_size() < 4
+    return change(pair.expected.to(torch.float32) if narrow else pair.expected)
 
 
 def _reinterpreted(number: int, pair: Pair) -> Tensor:
