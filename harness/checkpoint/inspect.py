@@ -90,10 +90,11 @@ def _told(problem: Problem) -> dict[str, Any]:
 def _content_problems(content: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what a pass over the content found as problems; suspicions are notes: they prove nothing."""
     found = [_told(from_json(Problem, p)) for p in content.get("problems", ())]
+    rates = content.get("false_alarms", {})
     suspects = [
         {
             "severity": "note", "kind": f"suspicious_{s['kind']}", "tensor": s["name"], "file": s["file"],
-            "offset": s["offset"], "message": s["message"],
+            "offset": s["offset"], "message": f"{s['message']} ({rates.get(s['kind'], 'false alarms not known')})",
         }
         for s in content.get("suspicions", ())
     ]  # fmt: skip

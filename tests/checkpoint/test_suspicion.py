@@ -8,7 +8,7 @@ from checkpoint.checkpoint_files import write
 
 from harness.checkpoint import open_checkpoint
 from harness.checkpoint.scan import scan
-from harness.checkpoint.scan.suspicion import suspicions
+from harness.checkpoint.scan.suspicion import FALSE_ALARMS, KINDS, suspicions
 
 LAYERS, ROWS, COLUMNS = 24, 640, 512
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}
@@ -102,3 +102,41 @@ def test_a_file_of_another_training_step(tmp_path):
     later = {name: weight * 0.9 for name, weight in half(weights, False).items()}
     (seen,) = found(tmp_path, half(weights, True), later)
     assert (seen.kind, seen.file) == ("shard", "model-00002-of-00002.safetensors")
+
+
+def test_the_file_beside_a_wrong_one_is_not_accused(tmp_path):
+    """Of three files, the middle one 10 % smaller: its neighbours are held to each other, not to it."""
+    weights = matrices()
+    parts = [{n: w for n, w in weights.items() if i * 8 <= int(n.split(".")[1]) < i * 8 + 8} for i in range(3)]
+    parts[1] = {name: weight * 0.9 for name, weight in parts[1].items()}
+    assert [(s.kind, s.file) for s in found(tmp_path, *parts)] == [("shard", "model-00002-of-00003.safetensors")]
+
+
+def test_numbers_inside_names_are_names(tmp_path):
+    """`w1` and `w2` of a layer are different weights: of another size in every layer, they are no suspicion."""
+    make = torch.Generator().manual_seed(3)
+    sizes = {"w1": 1.0, "w2": 4.0, "w3": 1.0}
+    weights = {
+        f"layers.{layer}.experts.{expert}.{name}.weight": torch.randn(64, 128, generator=make) * size * 0.02
+        for layer in range(3)
+        for expert in range(2)
+        for name, size in sizes.items()
+    }
+    assert found(tmp_path, weights) == []
+
+
+def test_blocks_that_all_siblings_drew_apart_are_no_suspicion(tmp_path):
+    """Made-up weights whose blocks of 32 have sizes of their own in every matrix are as they were made."""
+    make = torch.Generator().manual_seed(4)
+    stored = {}
+    for layer in range(8):
+        scale = torch.randint(116, 122, (128, 8), generator=make, dtype=torch.uint8)
+        packed = torch.randint(0, 256, (128, 128), generator=make, dtype=torch.uint8)
+        stored |= {f"layers.{layer}.up.weight_packed": packed, f"layers.{layer}.up.weight_scale": scale}
+    assert found(tmp_path, stored) == []
+
+
+def test_each_kind_of_suspicion_has_a_rate():
+    """What an honest checkpoint shows of it is said for every kind."""
+    assert set(FALSE_ALARMS) == set(KINDS)
+    assert all("95 %" in words for words in FALSE_ALARMS.values())
