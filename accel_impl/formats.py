@@ -20,6 +20,8 @@ EXPERT_BLOCK = (1, 128)
 """Rows and columns that share one power-of-two scale in a converted expert."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES))
+PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], dim=1)
+"""Both values of each byte [256, 2], that of the low nibble first."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,12 +127,10 @@ def decode_mxfp4(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 
     Shapes: packed [O, I / 2] uint8, low nibble first; scale [O, I / 32] uint8 (E8M0); out [O, I] float32.
     """
-    rows, half = packed.shape
-    pairs = out.view(rows, half, 2)
+    rows = len(packed)
     for first in range(0, rows, STRIP_ROWS):
         strip = slice(first, first + STRIP_ROWS)
-        pairs[strip, :, 0] = E2M1[(packed[strip] & 0x0F).int()]
-        pairs[strip, :, 1] = E2M1[(packed[strip] >> 4).int()]
+        out[strip] = PAIRS.index_select(0, packed[strip].flatten().int()).view(-1, out.shape[1])
         out.view(rows, -1, MX_BLOCK)[strip].mul_(exp2_of(scale[strip])[..., None])
     return out
 

@@ -71,8 +71,9 @@ def _digests(port: Any) -> tuple[dict[str, str], dict[str, int]]:
 
 def _load(port: Any, checkpoint: Checkpoint, *, reverse: bool) -> dict[str, Any]:
     gc.collect()
-    before = _device_bytes(reset=True)
-    with _Process() as process, Watermark() as mark:
+    here, there = _held_bytes(port)  # what is dropped first is not what loading takes
+    before = _device_bytes(reset=True) - there
+    with _Process(here) as process, Watermark() as mark:
         begin = time.perf_counter()
         said: Mapping[str, Any] = port.reload(reverse=reverse, poison=True)
         seconds = time.perf_counter() - begin
@@ -163,16 +164,23 @@ def _living() -> Iterator[Any]:
             yield storage
 
 
-class _Process:
-    """The most anonymous memory that the process took above what it had, in bytes; 0 where it cannot be seen."""
+def _held_bytes(port: Any) -> tuple[int, int]:
+    """Return the bytes of what stays, in memory of the process and of devices."""
+    found = {s._cdata: (s.device.type, s.nbytes()) for _, t in port.held() if (s := _storage(t)) is not None}
+    here = sum(size for kind, size in found.values() if kind == "cpu")
+    return here, sum(size for _, size in found.values()) - here
 
-    def __init__(self) -> None:
-        self.peak = 0
+
+class _Process:
+    """The most anonymous memory of the process above what it had beside `dropped` bytes; 0 where it cannot be seen."""
+
+    def __init__(self, dropped: int) -> None:
+        self.peak, self._dropped = 0, dropped
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> _Process:
-        self._begin = _anonymous_bytes()
+        self._begin = max(0, _anonymous_bytes() - self._dropped)
         self._thread.start()
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import reference_impl
 from accel_impl import formats, loader
 from accel_impl.port import AccelAdapter
 from harness.checklist import load_checklists
+from harness.checkpoint import open_checkpoint
+from harness.checkpoint.cut import plan_cut, write_cut
 from harness.conversion import Watermark
 from harness.gate import judge
 from harness.runs import Bench, execute
@@ -33,8 +36,11 @@ def _one_thread():
 
 
 @pytest.fixture(scope="module")
-def checkpoint() -> Path:
-    return reference_impl.checkpoint()
+def checkpoint(tmp_path_factory) -> Path:
+    """Return two layers of the built-in checkpoint: one dense, one of experts."""
+    folder = tmp_path_factory.mktemp("cut") / "builtin"
+    write_cut(plan_cut(open_checkpoint(reference_impl.checkpoint()), (0, 1)), folder)
+    return folder
 
 
 def measured(checkpoint: Path, port: Any = None) -> list[Measurement]:
@@ -114,7 +120,7 @@ def test_a_packed_original_that_is_kept_is_named(checkpoint, monkeypatch):
     found = measured(checkpoint)
     assert broken(found) == {"load.conversion.released", "load.conversion.memory"}
     first = named(found, "packed_originals_kept")[0]
-    assert "is still in memory as model-" in first.detail["message"]
+    assert "is still in memory as model" in first.detail["message"]
     assert first.detail["bytes"] > 0
 
 
@@ -160,6 +166,22 @@ def test_a_port_cannot_promise_itself_a_workspace_of_any_size(checkpoint):
             return {**facts, "workspace_bytes": 1 << 40}
 
     assert broken(measured(checkpoint, Boastful(checkpoint, SETUP))) == {"load.conversion.memory"}
+
+
+def test_memory_that_no_tensor_shows_is_seen_in_the_process(checkpoint):
+    """What a port takes outside of torch is seen as memory of the process, and what it dropped first is not."""
+
+    class Native(AccelAdapter):
+        def reload(self, *, reverse: bool, poison: bool) -> Any:
+            facts = super().reload(reverse=reverse, poison=poison)
+            self.waste = bytearray(b"x" * (400 << 20))
+            time.sleep(0.05)
+            return facts
+
+    port = Native(checkpoint, SETUP)
+    assert broken(measured(checkpoint, port)) == {"load.conversion.memory"}
+    load_again = [m.detail["process_peak_bytes"] for m in named(measured(checkpoint), "conversion_peak_over_promise")]
+    assert max(load_again) < 256 << 20
 
 
 def test_a_larger_strip_is_harmless(checkpoint, monkeypatch):
