@@ -157,6 +157,18 @@ def test_half_precision_dequantisation_and_two_mistakes(stored):
     assert "off by one" in words
 
 
+@pytest.mark.parametrize("mistaken", [True, False])
+def test_a_mistake_below_another_rounding(stored, mistaken):
+    """A port that holds FP8 of what it misread is near to that reading; twin: FP8 of the right values is a rounding."""
+    logical, parts, right = stored["mxfp4"]
+    weight = nibbles_swapped(parts["weight"]) if mistaken else parts["weight"]
+    value = decode_parts(logical, {**parts, "weight": weight})
+    step = value.abs().amax(1, keepdim=True) / 100.7
+    words = said((value / step).to(torch.float8_e4m3fn).float() * step, logical, parts, right)
+    assert ("nibbles of each byte swapped" in words) is mistaken
+    assert ("one more rounding" in words) is mistaken
+
+
 VALUES = [
     (-RIGHT, "sign turned"),
     (RIGHT + 1, "1 more than"),
