@@ -55,6 +55,8 @@ def exchanged_words(found: str, due: str) -> str:
         return "the right rows with axes exchanged (transposed)"
     if ours["stride"] != theirs["stride"]:
         return _woven(ours["stride"], theirs["stride"], _leaves(ours))
+    if ours["streams"] == theirs["streams"]:
+        return ""
     a, b = ([run for stream in value["streams"] for run in stream] for value in (ours, theirs))
     if len(a) == len(b) and [r[0] for r in a] == [r[0] for r in b]:
         return "the right tensors, cut into other rows: another rank's slice, or another size of head or group"
