@@ -18,12 +18,12 @@ UNSUPPORTED = "cannot load"
 
 
 class SecondOpinion:
-    """A loader that was shown the right folder once. It says `cannot load` of everything if it cannot load that."""
+    """A loader that was shown the right folder once: where it cannot load that, or complains of it, it is not asked."""
 
     def __init__(self, clean: Path) -> None:
         self.unsupported, self._right = "", dict[str, torch.Tensor]()
         try:
-            self._right, _ = _loaded(clean)
+            self._right, self.unsupported = _loaded(clean)
         except Exception as error:  # whatever another loader raises
             self.unsupported = f"{type(error).__name__}: {error}"[:200]
 
@@ -50,12 +50,12 @@ def _loaded(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
     import transformers
 
     log = logging.getLogger("transformers")
-    before = log.level
+    before, others, spreads = log.level, list(log.handlers), log.propagate
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setLevel(logging.WARNING)
     transformers.utils.logging.set_verbosity_warning()
-    log.addHandler(handler)
+    log.handlers, log.propagate = [handler], False
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -63,7 +63,7 @@ def _loaded(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
                 folder, dtype="auto", output_loading_info=True, **_dequantised(folder)
             )
     finally:
-        log.removeHandler(handler)
+        log.handlers, log.propagate = others, spreads
         log.setLevel(before)
     keys = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors")
     told = [f"{key}: {value}" for key in keys if (value := info.get(key))]
