@@ -46,7 +46,7 @@ def enabled(setup: Setup) -> Setup:
     elif own:
         raise SpecError(f"expected no device_ options for the device {kind}, found {sorted(own)}")
     if setup.device != "cpu":
-        _checked(setup.device, [*known, "cpu", "cuda"])
+        _taken(setup.device, [*known, "cpu", "cuda"])
     return dataclasses.replace(setup, options=rest)
 
 
@@ -57,8 +57,8 @@ def _imported(package: str, device: str) -> None:
         raise SpecError(f"the plug-in {package!r} of the device {device} cannot be imported: {error!r}") from error
 
 
-def _checked(device: str, known: list[str]) -> None:
-    """Raise SpecError where torch does not know the device or has no such card."""
+def _taken(device: str, known: list[str]) -> None:
+    """Make the device the current one. Raises SpecError where torch does not know it or has no such card."""
     import torch
 
     try:
@@ -77,3 +77,5 @@ def _checked(device: str, known: list[str]) -> None:
     count = accelerator.device_count()
     if wanted.index is not None and wanted.index >= count:
         raise SpecError(f"expected one of {count} cards of {wanted.type}, found {device!r}")
+    if wanted.index is not None:
+        accelerator.set_device_index(wanted.index)  # what names no card, and what counts memory, is on this one

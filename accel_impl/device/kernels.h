@@ -130,6 +130,28 @@ at::Tensor cumsum(const at::Tensor& x, int64_t dim, std::optional<at::ScalarType
   return out;
 }
 
+// Counts of whole numbers too, which the CPU has not.
+at::Tensor histc(const at::Tensor& x, int64_t bins, const at::Scalar& least, const at::Scalar& greatest) {
+  land();
+  count_own("histc");
+  const auto wide = at::isFloatingType(x.scalar_type()) ? x.scalar_type() : at::kDouble;
+  return rounded_to(x, at::histc(on_host(x).to(wide), bins, least, greatest));
+}
+
+// What torch asks of an out-of-tree device by a name of its own.
+at::Tensor convolution(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                       at::IntArrayRef output_padding, int64_t groups) {
+  land();
+  same_card("convolution", x, weight);
+  count_own("convolution");
+  std::optional<at::Tensor> host_bias;
+  if (bias && bias->defined()) host_bias = on_host(*bias);
+  const auto out = at::convolution(on_host(x), on_host(weight), host_bias, stride, padding, dilation, transposed,
+                                   output_padding, groups);
+  return rounded_to(x, out);
+}
+
 // One element behind each row of a strided view, as far as the storage goes.
 void clobber(const at::Tensor& view) {
   if (view.dim() == 0 || view.numel() == 0 || view.is_non_overlapping_and_dense()) return;
