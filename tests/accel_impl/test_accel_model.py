@@ -201,7 +201,8 @@ def test_bf16_stays_close_to_float32_where_decisions_agree(opened: Any, text: Ca
 def test_the_port_claims_what_it_has(opened: Any) -> None:
     """Every capability is there, and every tap has a place in the port's own words."""
     port = opened()
-    assert capabilities(port) == ["phases", "weights", "chat", "serves", "multi_card", "cache", "operators"]
+    expected = ["phases", "weights", "converts", "chat", "serves", "multi_card", "cache", "operators"]
+    assert capabilities(port) == expected
     assert port.scope.fallbacks == tuple(n for n, choice in port.operators().items() if choice == "fallback")
 
 

@@ -135,7 +135,7 @@ def test_dry_run_prints_rows_and_verifies_nothing(monkeypatch, capsys):
     """--dry-run prints what would run, rows of different keys in one table, and stops."""
     monkeypatch.setattr(pipeline, "verify", lambda *a, **k: pytest.fail("verified"))
     rows = [{"stage": "image", "skipped": "no tower"}, {"stage": "load", "run": "x"}]
-    monkeypatch.setattr(pipeline, "dry_run", lambda config: rows)
+    monkeypatch.setattr(pipeline, "dry_run", lambda config, say: rows)
     assert cli.run(["verify", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["stage", "skipped", "run"]

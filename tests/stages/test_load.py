@@ -474,7 +474,7 @@ def test_a_load_that_did_not_end_is_an_error(folder, actual, expected, tmp_path)
     there = dataclasses.replace(context(), info=dataclasses.replace(context().info, path=str(copy)))
     status, bad, _ = judged(found, there)
     assert status is Status.ERROR
-    blocking = {c.id for c in load_checklists().by_stage["load"] if c.blocking}
+    blocking = {c.id for c in load_checklists().by_stage["load"] if c.blocking and "converts" not in c.needs}
     assert bad == blocking - {"load.index", "load.decodable"}
     sorted(copy.glob("*.safetensors"))[0].unlink()
     status, bad, _ = judged(found, there)
@@ -549,3 +549,27 @@ def test_a_reference_that_was_rounded_or_not_filled_is_suspect():
     assert tables(halves, halves)["suspect_reference"] == [("all", 0.0)]
     found = tables(right, right, audit={"unfilled": ["model.gate.weight"]})
     assert found["suspect_reference"] == [("model.gate.weight", 1.0)]
+
+
+def test_a_tie_that_the_checkpoint_does_not_have_is_named(folder, actual, expected):
+    """Embedding and head are two tensors; a port that ties them holds the wrong one in the head, and is told so."""
+    wrong = {**actual, "lm_head.weight": actual["embed_tokens.weight"].clone()}
+    found = traces(folder, wrong, expected)
+    view = StageView(context=context(), runs=load.plan(context()), trace=lambda role, run: found.get((role, run)))
+    told = [m for m in load.measure(view) if m.metric == "provenance_mismatches" and m.value]
+    assert [m.subject for m in told] == ["lm_head.weight"]
+    assert "the output head and the embedding tied" in told[0].detail["message"]
+
+
+def test_what_the_loader_itself_reports_is_shown_beside(folder, actual, expected):
+    """A loader's own report is evidence: told beside a finding whether it names the same or not."""
+    del actual["norm.weight"]
+    for reported, words in ((["norm.weight"], "reports it too"), ([], "does not report it")):
+        found = traces(folder, actual, expected)
+        trace = found["accel", load.LOAD]
+        found["accel", load.LOAD] = dataclasses.replace(trace, facts={**trace.facts, "unused": reported})
+        view = StageView(
+            context=context(), runs=load.plan(context()), trace=lambda role, run, f=found: f.get((role, run))
+        )
+        (told,) = [m for m in load.measure(view) if m.metric == "unused_tensors" and m.value]
+        assert words in told.detail["message"]
