@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from harness.adapter import Weight
-from harness.checkpoint.causes import causes_of, pair_of
+from harness.checkpoint.causes import pair_of
 from harness.checkpoint.fact import WeightFact
-from harness.checkpoint.formats import Logical, decode
+from harness.checkpoint.formats import Logical, decode, decode_parts
 from harness.checkpoint.ledger import KEPT, Ledger
 from harness.checkpoint.near import Near, beyond_a_step
 from harness.checkpoint.pending import Pending
@@ -86,15 +86,23 @@ def _as_stored(audit: Ledger, fact: WeightFact, name: str, held: Tensor, stored:
         return fact
     ref, byte = audit.checkpoint.tensors[name], int(wrong.int().argmax())
     first = torch.unravel_index(torch.tensor(byte // stored.element_size()), held.shape)
-    found = causes_of(
-        held=ours.reshape(len(held) if held.dim() > 1 else 1, -1),
-        expected=theirs.reshape(len(held) if held.dim() > 1 else 1, -1),
-    )
     return dataclasses.replace(
         fact, mismatches=count, unmatched=count, file=ref.file, offset=ref.begin + byte,
         first=tuple(int(i) for i in first), expected=f"byte {int(theirs[byte])}", found=f"byte {int(ours[byte])}",
-        pattern=found.words if found is not None else "",
+        pattern=_cause_of_part(audit, name, held),
     )  # fmt: skip
+
+
+def _cause_of_part(audit: Ledger, name: str, held: Tensor) -> str:
+    """Return what a weight reads as with the codes or scales that memory holds, in words; "" if as nothing known."""
+    logical = audit.logicals[audit.owners[name]]
+    role = next((role for role, part in logical.parts.items() if part == name), "")
+    parts = audit.parts(logical)
+    if not role or parts is None or logical.problem:
+        return ""
+    expected = decode_parts(logical, parts)
+    value = decode_parts(logical, {**parts, role: held.contiguous().view(parts[role].dtype)})
+    return reason(audit, logical, pair_of(value, expected)) if value.shape == expected.shape else ""
 
 
 def _is_raw(audit: Ledger, name: str, held: Tensor) -> bool:

@@ -55,7 +55,9 @@ def measure(view: StageView) -> list[Measurement]:
             expected = oracle.facts.get("audit") if isinstance(oracle, Trace) else None
             scope = view.context.scope
             beside = parse_precision(scope.precision)
-            found += weights_of(run, accel.facts["audit"], expected, image=scope.image, beside=beside)
+            loaded = view.trace("accel", LOAD)
+            said = loaded.facts if isinstance(loaded, Trace) else None
+            found += weights_of(run, accel.facts["audit"], expected, image=scope.image, beside=beside, said=said)
             found += tables_of(run, accel.facts, oracle.facts if isinstance(oracle, Trace) else {})
     return found
 

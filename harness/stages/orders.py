@@ -83,6 +83,16 @@ def odd_turn(order: str) -> str:
     return f"{' before '.join(leaves)} in number {numbers[-1]}, where {count} others have {' before '.join(usual)}"
 
 
+def foreign_words(order: str, source: str, *, head: bool) -> str:
+    """Return what a weight holds of another tensor than its own, in words after "memory holds"; "" if nothing."""
+    found = list(dict.fromkeys(run[0] for stream in json.loads(order).get("streams", []) for run in stream if run[0]))
+    if not found or source in found or any(name.startswith(f"{source}[") for name in found):
+        return ""
+    if head and len(found) == 1 and re.search(r"embed|wte", found[0] + source):
+        return f"{found[0]}: the output head and the embedding tied, though the checkpoint has one of each"
+    return f"{found[0]}, another tensor than its own"
+
+
 def _turned(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     turned = [str(v.get("how", "")).startswith("permute") or bool(v.get("transposed")) for v in (ours, theirs)]
     return "its tensor with axes exchanged: a transposition" if turned[0] != turned[1] else ""

@@ -7,22 +7,24 @@ order that the reference used for the parameter of the same name. Where nothing 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from harness.checkpoint.summary import is_head
 from harness.precision.scheme import Precision
 from harness.stages import measured
 from harness.stages.orders import (
     ascending,
     canonical,
     exchanged_words,
+    foreign_words,
     layerless,
     odd_turn,
     order_words,
     sources,
-    template,
 )
+from harness.stages.vouching import Reference
 from harness.types import Measurement, Run
 
 NAME = "load"
@@ -51,34 +53,45 @@ def or_none_found(run: Run, metric: str, found: Sequence[Measurement], n: int, *
 
 
 def weights_of(
-    run: Run, actual: Mapping[str, Any], expected: Mapping[str, Any] | None, *, image: bool, beside: Precision
+    run: Run,
+    actual: Mapping[str, Any],
+    expected: Mapping[str, Any] | None,
+    *,
+    image: bool,
+    beside: Precision,
+    said: Mapping[str, Any] | None = None,
 ) -> list[Measurement]:
-    """Measure every weight that an audit tells of, `expected` being the reference's audit, if it shows its weights."""
+    """Measure every weight that an audit tells of, `expected` being the reference's audit, if it shows its weights.
+
+    `said`: what the port's own loader reports of the load (`unused`, `unfilled`); it proves nothing.
+    """
     weights: list[Mapping[str, Any]] = actual["weights"]
     if not weights:
         message = "expected the port to show its weights, found none"
         return [
             measured(NAME, run, m, None, "*", problem="empty", detail={"message": message}) for m in WEIGHT_METRICS
         ]  # fmt: skip
-    reference = _Reference(expected, weights)
+    reference = Reference(expected, weights)
     found: dict[str, list[Measurement]] = {m: [] for m in WEIGHT_METRICS}
     for order, weight in enumerate(weights):
         for m in _one_weight(run, weight, reference, order):
             found[m.metric].append(m)
     due = {w["due"]: order for order, w in enumerate(weights) if w["due"]}
     for m in (
-        *_unused(run, actual, reference, due, image=image),
+        *_unused(run, actual, reference, due, image=image, said=said),
         *_named(run, "untied_heads", actual["untied"], _UNTIED),
     ):
         found[m.metric].append(m)
     for name, message in actual["errors"].items():
         value = measured(NAME, run, "weight_mismatches", None, name, problem="error", detail={"message": message})
         found["weight_mismatches"].append(value)
+    places = {w["name"]: i for i, w in reversed(list(enumerate(weights)))}
     for name in actual["unfilled"]:
-        order = next((i for i, w in enumerate(weights) if w["name"] == name), 0)
-        if not reference.vouches(weights[order]):
-            message = _unfilled_words(weights[order])
-            value = measured(NAME, run, "unfilled_parameters", 1.0, name, order=order, detail={"message": message})
+        w = weights[places[name]]
+        if not reference.vouches(w):
+            message = _unfilled_words(w) + _own_report(name, said, "unfilled")
+            detail = {**{k: w[k] for k in _TOLD}, "message": message}
+            value = measured(NAME, run, "unfilled_parameters", 1.0, name, order=places[name], detail=detail)
             found["unfilled_parameters"].append(value)
     found["undeclared_precision_share"].append(_precision(run, weights, declared=actual["dtype"], beside=beside))
     looked_at = {"unused_tensors": actual["logical"], "weight_mismatches": actual["elements"]}
@@ -118,51 +131,7 @@ def _named(run: Run, metric: str, names: Sequence[str], why: str) -> Iterator[Me
         yield measured(NAME, run, metric, 1.0, name, detail={"message": f"{name}: {why}"})
 
 
-class _Reference:
-    """What can vouch for a parameter: the reference's audit (none if it shows no weights), the port's own layers."""
-
-    def __init__(self, audit: Mapping[str, Any] | None, port: Sequence[Mapping[str, Any]]) -> None:
-        weights: Sequence[Mapping[str, Any]] = audit["weights"] if audit else ()
-        self._by_name = {w["name"]: w for w in weights}
-        self._by_source = {w["source"]: w for w in weights if w["source"] and w["match"] == "named"}
-        self.partial: Mapping[str, Any] = audit["partial"] if audit else {}
-        self.vouched: list[str] = []
-        self._peers: dict[str, Counter[str]] = defaultdict(Counter)
-        for w in port:
-            if w["match"] == "content" and not w["unmatched"]:
-                self._peers[template(w["name"])][layerless(w["order"])] += 1
-
-    def odd_one_out(self, weight: Mapping[str, Any]) -> bool:
-        """Say whether most layers of the port put this parameter together in one way, and this layer in another."""
-        peers = self._peers[template(weight["name"])]
-        usual, count = peers.most_common(1)[0] if peers else ("", 0)
-        return count >= 2 and 2 * count > peers.total() and layerless(weight["order"]) != usual
-
-    def usual(self, weight: Mapping[str, Any]) -> str:
-        """Return how most layers of the port put this parameter together, without the layer's number."""
-        peers = self._peers[template(weight["name"])]
-        return peers.most_common(1)[0][0] if peers else ""
-
-    def of(self, weight: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the reference's parameter of the same name, else the one of the same checkpoint tensor."""
-        return self._by_name.get(weight["name"]) or (
-            self._by_source.get(weight["source"]) if weight["source"] else None
-        )
-
-    def vouches(self, weight: Mapping[str, Any]) -> bool:
-        """Say whether the reference holds the very same values where the checkpoint explains neither.
-
-        A loader may compute with what it reads; both sides are then equal to each other, and that is noted.
-        """
-        other = self._by_name.get(weight["name"])
-        digest = weight["digests"].get(weight["dtype"])
-        same = other is not None and digest is not None and other["digests"].get(weight["dtype"]) == digest
-        if same and weight["name"] not in self.vouched:
-            self.vouched.append(weight["name"])
-        return same
-
-
-def _one_weight(run: Run, w: Mapping[str, Any], reference: _Reference, order: int) -> Iterator[Measurement]:
+def _one_weight(run: Run, w: Mapping[str, Any], reference: Reference, order: int) -> Iterator[Measurement]:
     def one(metric: str, value: float, message: str, pattern: str = "") -> Measurement:
         detail = {k: w[k] for k in _TOLD}
         if pattern:
@@ -214,7 +183,7 @@ def _on_disk(w: Mapping[str, Any]) -> str:
     return f", {row}{sources[0]}, byte {w['offset']} of {w['file']}"
 
 
-def _order(w: Mapping[str, Any], reference: _Reference, one: Any) -> Iterator[Measurement]:
+def _order(w: Mapping[str, Any], reference: Reference, one: Any) -> Iterator[Measurement]:
     """Say whether the rows are where they belong: as in the reference, else as names and numbers suggest."""
     other = reference.of(w)
     plain = w["match"] in ("named", "raw") and not w["mismatches"]
@@ -222,7 +191,7 @@ def _order(w: Mapping[str, Any], reference: _Reference, one: Any) -> Iterator[Me
         same_shape = other["shape"] == w["shape"]
         if same_shape and canonical(other["order"]) != canonical(w["order"]):
             message = f"put together otherwise than the reference's {other['name']} ({order_words(other['order'])})"
-            words = exchanged_words(w["order"], other["order"]) or w["pattern"]
+            words = _foreign(w) or exchanged_words(w["order"], other["order"]) or w["pattern"]
             yield one("provenance_mismatches", 1.0, message, words)
         elif not same_shape and not plain and not w["regular"]:
             yield one("unchecked_orders", 1.0, f"no reference of this shape; {order_words(w['order'])}")
@@ -231,7 +200,10 @@ def _order(w: Mapping[str, Any], reference: _Reference, one: Any) -> Iterator[Me
         return
     words = order_words(w["order"])
     if w["match"] == "named":
-        yield one("provenance_mismatches", 1.0, f"the rows of {w['source']} in another order: {words}", w["pattern"])
+        foreign = _foreign(w)
+        message = f"other rows than those of {w['source']}: {words}" if foreign else ""
+        message = message or f"the rows of {w['source']} in another order: {words}"
+        yield one("provenance_mismatches", 1.0, message, foreign or w["pattern"])
     elif not w["ascending"]:
         pattern = exchanged_words(w["order"], ascending(w["order"]))
         yield one("provenance_mismatches", 1.0, f"numbered tensors in another order: {words}", pattern)
@@ -244,12 +216,28 @@ def _order(w: Mapping[str, Any], reference: _Reference, one: Any) -> Iterator[Me
         yield one("unchecked_orders", 1.0, f"no reference parameter of this name; {order_words(w['order'])}")
 
 
+def _foreign(w: Mapping[str, Any]) -> str:
+    """Return what a weight under its tensor's name holds of another tensor, in words; "" if nothing."""
+    if w["match"] != "named" or w["unmatched"]:
+        return ""
+    return foreign_words(w["order"], w["source"], head=is_head(w["name"]) or is_head(w["source"]))
+
+
 def _unfilled_words(w: Mapping[str, Any]) -> str:
     words = f"{w['name']} {w['shape']} comes from no checkpoint tensor"
     if w["due"]:
         words += f"; {w['due']} should fill it, and is used nowhere"
         words += f" (byte {w['offset']} of {w['file']})" if w["file"] else ""
     return words + (f"; memory holds {w['pattern']}" if w["pattern"] else "")
+
+
+def _own_report(name: str, said: Mapping[str, Any] | None, kind: str) -> str:
+    """Say whether the port's own loader reports the same, where it reports such a thing at all."""
+    if said is None or kind not in said:
+        return ""
+    if name in said[kind]:
+        return "; the port's own loader reports it too"
+    return "; the port's own loader does not report it"
 
 
 def _held_twice(name: str, weights: Sequence[Mapping[str, Any]]) -> str:
@@ -265,13 +253,20 @@ def _held_twice(name: str, weights: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _unused(
-    run: Run, actual: Mapping[str, Any], reference: _Reference, due: Mapping[str, int], *, image: bool
+    run: Run,
+    actual: Mapping[str, Any],
+    reference: Reference,
+    due: Mapping[str, int],
+    *,
+    image: bool,
+    said: Mapping[str, Any] | None,
 ) -> Iterator[Measurement]:
     """Tell each unused tensor, after the parameter that it should have filled or, if that is not known, after all."""
     last = len(actual["weights"]) + 1
     vision = [n for n, reason in actual["outside"].items() if reason == "vision" and image]
     for name in (*actual["unused"], *vision):
         message = f"{name} is in the checkpoint, and no weight in memory comes from it"
+        message += _own_report(name, said, "unused")
         yield measured(
             NAME, run, "unused_tensors", 1.0, name, order=due.get(name, last) + 1, where={"part": "whole"},
             detail={"message": message},
