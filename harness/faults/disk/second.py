@@ -18,12 +18,12 @@ UNSUPPORTED = "cannot load"
 
 
 class SecondOpinion:
-    """A loader that was shown the right folder once: where it cannot load that, or complains of it, it is not asked."""
+    """A loader that was shown the right folder once: what it says of that is not counted, and it must load it."""
 
     def __init__(self, clean: Path) -> None:
-        self.unsupported, self._right = "", dict[str, torch.Tensor]()
+        self.unsupported, self._right, self._usual = "", dict[str, torch.Tensor](), set[str]()
         try:
-            self._right, self.unsupported = _loaded(clean)
+            self._right, self._usual = _loaded(clean)
         except Exception as error:  # whatever another loader raises
             self.unsupported = f"{type(error).__name__}: {error}"[:200]
 
@@ -35,7 +35,7 @@ class SecondOpinion:
             found, said = _loaded(folder)
         except Exception:  # whatever another loader raises
             return "error"
-        if said:
+        if said - self._usual:
             return "warning"
         same = found.keys() == self._right.keys() and all(_equal(found[n], self._right[n]) for n in found)
         return "same" if same else "silent"
@@ -45,7 +45,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
-def _loaded(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
+def _loaded(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
     """Return the weights that transformers makes of a folder, dequantised where it can, and what it said."""
     import transformers
 
@@ -66,28 +66,9 @@ def _loaded(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
         log.handlers, log.propagate = others, spreads
         log.setLevel(before)
     keys = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors")
-    told = [f"{key}: {value}" for key in keys if (value := info.get(key))]
+    told = [f"{key}: {sorted(map(str, value))}" for key in keys if (value := info.get(key))]
     words = [*told, *(x for x in stream.getvalue().splitlines() if x.strip()), *(str(w.message) for w in caught)]
-    return {n: p.detach() for n, p in model.state_dict().items()}, "\n".join(w for w in words if not _usual(w))
-
-
-_USUAL = (
-    "dequantiz",
-    "triton",
-    "kernels",
-    "accelerate",
-    "fast path",
-    "GPU",
-    "cuda",
-    "CUDA",
-    "torch_dtype",
-    "capability",
-)
-
-
-def _usual(words: str) -> bool:
-    """Say whether a message is of this machine or of every load."""
-    return any(part in words for part in _USUAL)
+    return {n: p.detach() for n, p in model.state_dict().items()}, {w.replace(str(folder), "") for w in words}
 
 
 def _dequantised(folder: Path) -> dict[str, Any]:
