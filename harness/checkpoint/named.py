@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from harness.adapter import Weight
-from harness.checkpoint.causes import pair_of
+from harness.checkpoint.causes import UNRELATED, pair_of
 from harness.checkpoint.fact import WeightFact
 from harness.checkpoint.formats import Logical, decode, decode_parts
 from harness.checkpoint.ledger import KEPT, Ledger
@@ -188,4 +188,11 @@ def _cause(audit: Ledger, logical: Logical, diff: Difference, held: Tensor, expe
     if diff.how == "shape":
         return ""
     value = in_source_shape(held, expected.shape, diff.how)
-    return reason(audit, logical, pair_of(value, expected))
+    words = reason(audit, logical, pair_of(value, expected))
+    square = value.dim() >= 2 and value.shape[-1] == value.shape[-2] > 1
+    if square and (not words or words.startswith(UNRELATED) or "none of them" in words or "permutation" in words):
+        # No shape tells whether a square is held with its axes exchanged, as many ports hold theirs.
+        turned = reason(audit, logical, pair_of(value.transpose(-1, -2), expected))
+        if turned and not turned.startswith(UNRELATED) and "none of them" not in turned:
+            return f"{turned}; its axes are exchanged"
+    return words

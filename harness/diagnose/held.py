@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 _RUN = re.compile(r'\["([^"]*)", \d+, \d+\]')
-_SURE = re.compile(r"permuted|tied, though|exchanged|interleaved|shifted|reversed|another tensor than its own|in the place of")
+_SURE = re.compile(
+    r"permuted|tied, though|exchanged|interleaved|shifted|reversed|another tensor than its own|in the place of"
+)
 """Patterns that say more than the order that was found."""
 FEW = 3
 """Tensors that are named; the rest of a long order is left to the message."""

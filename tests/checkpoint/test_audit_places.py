@@ -135,3 +135,19 @@ def test_all_rows_of_one_projection_are_wrong(experts):
     assert fact["source"].startswith("model.layers.1.mlp.experts.0.up_proj.weight, ")
     assert "0.5 times" in fact["pattern"]
     assert fact["first"] == [0, OUT, 0]
+
+
+@pytest.mark.parametrize(("damage", "words"), [
+    (lambda t: torch.cat((t[:, 8:], t[:, :8]), 1), "gate and up"),
+    (lambda t: t.unflatten(1, (2, 8)).transpose(1, 2).flatten(1, 2), "gate and up"),
+    (lambda t: t * 4, "4 times"),
+    (lambda t: t, ""),
+], ids=["exchanged", "woven", "scaled", "right"])  # fmt: skip
+def test_a_square_may_be_held_with_axes_exchanged(tmp_path, damage, words):
+    """A stack of squares held [E, in, out] says no more by its shape: the mistake below is told, or nothing."""
+    stored = randn(3, 16, 16)
+    checkpoint = open_checkpoint(write(tmp_path, {"experts.w13": stored}))
+    held = Weight(name="experts.w13", tensor=damage(stored).transpose(1, 2).contiguous())
+    (fact,) = audit_weights(checkpoint, [held], tied=False, dtype="bfloat16")["weights"]
+    assert bool(fact["mismatches"]) is bool(words)
+    assert words in fact["pattern"]

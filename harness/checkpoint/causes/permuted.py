@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from harness.checkpoint.rows import Hashes, Ints
 
-ROTARY = "the other rotary layout"
+ROTARY = "the other rotary layout, or gate and up joined otherwise"
 _WAYS = (2, 3, 4)
 
 
@@ -100,7 +100,7 @@ def _within(block: Ints, times: int, what: str) -> str:
             if times == 1 and size < len(block):
                 middle = first + size // 2
                 return f"{what} {first} to {middle - 1} and {middle} to {last - 1} exchanged"
-            return f"{what} permuted{of}: first and second half exchanged"
+            return f"{what} permuted{of}: first and second half exchanged (gate and up, or two ranks' slices)"
         if times > 1 and bool((np.diff(part) % size == 1).all()):
             return f"{what} rotated{of} by {int(part[0])}"
     return ""
