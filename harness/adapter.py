@@ -172,12 +172,29 @@ class Compiling(Protocol):
         """Return a context within which nothing compiled is used."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """An operator of a port that can be called alone, as the operator suite calls it (`harness.ops.families`).
+
+    `level`: library, compiled, triton, custom or reference. `kernel`: an autotuned kernel inside of it (an object with
+    `configs`), each of whose configurations is tested; `variants`: the same, listed as functions by name.
+    """
+
+    call: Callable[..., Any]
+    level: str
+    kernel: Any = None
+    variants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+
 @runtime_checkable
 class Operating(Protocol):
-    """Capability `operators`: the operator table."""
+    """Capability `operators`: the operator table.
 
-    def operators(self) -> Mapping[str, str]:
-        """Return for each operator which implementation is used: custom, compiled or fallback."""
+    A port may also have `arithmetic`, what its device declares of its numbers (`harness.ops.arithmetic`), as words.
+    """
+
+    def operators(self) -> Mapping[str, str | Operator]:
+        """Return for each operator its level, or the operator itself where it can be called alone."""
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from harness import gate
@@ -388,7 +389,7 @@ class Campaign:
             verdicts=tuple(verdicts),
             findings=tuple(findings),
             unjudged=tuple(unjudged),
-            facts={"failures": [as_json(f) for f in _failures(view)]},
+            facts={"failures": [as_json(f) for f in _failures(view)], **_told(module, view)},
             peak_bytes=max((int(t.facts.get("peak_bytes", 0)) for t in _traces(view)), default=0),
         )
 
@@ -433,6 +434,11 @@ def _of_whole(finding: Finding, cut: Cut) -> Finding:
     return (
         replace(finding, message=f"{finding.message} ({told})", evidence=(*finding.evidence, told)) if told else finding
     )
+
+
+def _told(module: ModuleType, view: StageView) -> Mapping[str, Any]:
+    """Return what a stage has to tell beside its measurements, such as a table."""
+    return module.facts(view) if hasattr(module, "facts") else {}
 
 
 def _modules(view: StageView) -> dict[str, str]:

@@ -23,7 +23,7 @@ else:  # the same parser under its older name
 
 NEEDS = (
     "image", "weights", "phases", "serves", "multi_card", "chat", "replay", "decisions", "cache", "operators",
-    "float32", "experts", "generation", "observer", "compiled", "converts",
+    "float32", "experts", "generation", "observer", "compiled", "converts", "accelerator",
 )  # fmt: skip
 """Words that a criterion's `needs` may use."""
 OPS = ("<=", ">=", "==")

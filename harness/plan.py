@@ -247,7 +247,9 @@ def out_of_scope(word: str, scope: Scope, capabilities: Sequence[str] | frozense
     }
     if word in claims:
         return "" if claims[word] else f"the port does not claim {word}"
-    if word in ("phases", "weights", "cache", "operators", "compiled", "converts"):
+    if word == "accelerator" and word not in capabilities:
+        return "the port runs on a plain CPU: memory statistics, streams and events of a device do not apply"
+    if word in ("phases", "weights", "cache", "compiled", "converts"):
         return "" if word in capabilities else f"the port's adapter has no capability {word!r}"
     return ""
 

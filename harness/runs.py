@@ -58,6 +58,7 @@ def execute(bench: Bench, run: Run, *, pins: Pins | None, expected: Trace | None
         "concurrent": _concurrent,
         "serve": _serve,
         "search": _search,
+        "operators": _operators,
     }
     if run.kind not in kinds:
         raise PortError(f"expected a run of kind {', '.join(sorted(kinds))}, found {run.kind!r} in {run.id}")
@@ -264,6 +265,14 @@ def _serve(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | No
     from harness import exercise
 
     return dict(exercise.serve(_capable(bench, "serves", run), run, bench.beat))
+
+
+def _operators(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | None) -> Facts:
+    from harness.ops.facts import operator_facts
+
+    if run.case is None:
+        raise PortError(f"expected a case in run {run.id}, found none")
+    return operator_facts(bench.adapter, bench.setup, run.case, run.options, bench.beat)
 
 
 def _search(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | None) -> Facts:

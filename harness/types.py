@@ -151,8 +151,9 @@ class Scope:
 class Run:
     """One thing that a worker does for one case, and how it looks while doing it. Data for `harness.worker`.
 
-    `kind`: load, content, weights, forward, steps, generate, latency, chat, concurrent, serve, simulate, collectives,
-    ranks, search (of the reference alone: token ids for the runs whose case says `search:` and its id as source).
+    `kind`: load, content, weights, operators, forward, steps, generate, latency, chat, concurrent, serve, simulate,
+    collectives, ranks, search (of the reference alone: token ids for the runs whose case says `search:` and its id as
+    source).
     `steps`: token spans `(start, stop)` of consecutive calls over one cache (kind `steps`).
     `level`: 0 records freely; 1 (layer), 2 (child), 3 (leaf) additionally overwrites every tap of at most that level.
     `pin`: id of the run of `pin_role` whose values are replayed; `pin_decisions` overwrites routes and selections too.

@@ -83,7 +83,7 @@ class Side:
         return {
             "name": self.adapter.name,
             "scope": as_json(self.adapter.scope),
-            "capabilities": capabilities(self.adapter),
+            "capabilities": [*capabilities(self.adapter), *device_words(self.setup.device)],
             "cases": as_json(getattr(self.adapter, "cases", ())),
             **versions(),
         }
@@ -228,6 +228,15 @@ def _refusal(error: Exception) -> dict[str, Any]:
         return {"ok": False, "kind": "memory", "message": repr(error), "stack": stack}
     kind = "memory" if type(error).__name__ == "OutOfMemoryError" else "raised"
     return {"ok": False, "kind": kind, "message": f"{type(error).__name__}: {error}", "stack": stack}
+
+
+def device_words(device: str) -> list[str]:
+    """Return `accelerator` for a device whose runtime torch.accelerator knows."""
+    import torch
+
+    accelerator: Any = getattr(torch, "accelerator", None)
+    current = accelerator.current_accelerator() if accelerator is not None and accelerator.is_available() else None
+    return ["accelerator"] if current is not None and current.type == torch.device(device).type else []
 
 
 def made() -> dict[str, str]:

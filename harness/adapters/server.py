@@ -51,7 +51,7 @@ class EndpointAdapter:
             replay=False,
             serves=True,
             unobservable={"*": BLACK_BOX},
-            off=dict.fromkeys(("image", "multi_card", "phases", "weights", "chat", "decisions", "replay"), BLACK_BOX),
+            off=dict.fromkeys(("image", "multi_card", "phases", "weights", "chat", "decisions", "replay", "operators"), BLACK_BOX),
         )
         self.client: Client | None = None
         self._tokenizer: Any = None

@@ -27,7 +27,7 @@ from harness.types import Case, Facts, Scope, Setup, Trace
 RECORDED = "recordings show what was recorded, and nothing runs"
 _OFF = (
     "load", "startup", "image", "multi_card", "long_context", "phases", "weights", "chat", "serves", "replay",
-    "generation", "observer",
+    "generation", "observer", "operators",
 )  # fmt: skip
 
 

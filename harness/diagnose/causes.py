@@ -45,6 +45,15 @@ DIRECT = {
     "tokens_per_s": "fewer tokens a second than promised",
     "nonfinite_weights": "a loaded weight is not finite: a wrong decoder or scale, or memory never written",
     "load_peak_over_plan": "loading holds more than the plan: whole shards or decoded copies are kept alive",
+    "op_error_ratio": "an operator alone is further off than its roundings allow: the kernel, not the model",
+    "op_wrong_indices": "an operator alone chooses or writes the wrong places",
+    "op_nonfinite_mismatches": "an operator alone swallows or makes NaN or infinity: masks, overflow, or a missing max",
+    "op_neighbours_changed": "an operator writes outside of its output: strides, offset, or a tail block without a mask",
+    "op_inputs_changed": "an operator changes what it was only given to read: it works in place",
+    "op_not_repeatable": "the same call twice gives other bits: sums left to chance, or memory never written",
+    "op_contract_failures": "a custom operator breaks its own contract: schema, fake kernel, or aliasing",
+    "op_host_fallbacks": "operators run on the host, with a copy there and back each time",
+    "runtime_problems": "the device's runtime does not keep what torch.accelerator promises",
     "ready_tokens": "the process is up but cannot generate: being ready must mean one real generation",
     "tokenizer_mismatches": "the same text becomes other ids: special tokens, a second BOS, normalisation",
     "template_mismatches": "the chat template renders another prompt: roles, generation prompt, or a second BOS",
@@ -216,6 +225,8 @@ def _direct(m: Measurement) -> str:
         return f"memory holds {pattern}"
     if m.metric == "weight_mismatches" and m.detail.get("source") and m.detail.get("match") == "content":
         return f"memory holds other values where {m.detail['source']} belongs: a scale, a decoder, or never written"
+    if m.subject.startswith("operators.") and m.detail.get("pattern"):
+        return f"{DIRECT[m.metric]}; {m.detail['pattern']}"
     return AT.get(m.subject, DIRECT[m.metric])
 
 

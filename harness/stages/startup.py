@@ -12,12 +12,14 @@ from typing import Any
 from harness.adapters.smoke import CHECKS
 from harness.cases import seeded_ids, special_strings, text_case
 from harness.stages import StageContext, StageView, loss, measured
+from harness.stages.operators import OPERATOR_METRICS, coverage_facts, operators_of
 from harness.types import Failure, Measurement, Run, Trace
 
 NAME = "startup"
 NEEDS: tuple[str, ...] = ()
 
-READY, CHAT, CONCURRENT, SERVE = "startup/ready", "startup/chat", "startup/concurrent", "startup/serve"
+OPERATORS, READY, CHAT = "startup/operators", "startup/ready", "startup/chat"
+CONCURRENT, SERVE = "startup/concurrent", "startup/serve"
 _PROMPT_TOKENS, _OTHER_TOKENS = 13, 6
 _SPECIALS = 8
 
@@ -48,11 +50,16 @@ CONVERSATIONS: tuple[tuple[Mapping[str, str], ...], ...] = (
 
 
 def plan(context: StageContext) -> list[Run]:
-    """Return the runs of this stage: one generation, then what the port claims beside it."""
+    """Return the runs of this stage: operators alone, one generation, then what the port claims beside it."""
     info = context.info
     steps = 16 if context.full else 6
     case = text_case(info, _PROMPT_TOKENS, max_new_tokens=steps)
     runs = [Run(id=READY, stage=NAME, kind="generate", case=case, observe=False)]
+    if "operators" not in context.scope.off:
+        alone = Run(
+            id=OPERATORS, stage=NAME, kind="operators", case=case, observe=False, options={"full": context.full}
+        )
+        runs.insert(0, alone)
     if "chat" in context.capabilities:
         specials = special_strings(info)[:_SPECIALS]
         texts = (*TEXTS, *(f"before{s}after" for s in specials), "".join(specials)) if specials else TEXTS
@@ -81,6 +88,8 @@ def measure(view: StageView) -> list[Measurement]:
             found += _lost(run, accel, "the port")
         elif run.kind == "generate":
             found += _ready(run, accel.facts)
+        elif run.kind == "operators":
+            found += operators_of(run, accel.facts)
         elif run.kind == "chat":
             oracle = view.trace("oracle", run.id)
             if isinstance(oracle, Trace):
@@ -94,7 +103,15 @@ def measure(view: StageView) -> list[Measurement]:
     return found
 
 
+def facts(view: StageView) -> dict[str, Any]:
+    """Return the coverage table of the operators, for the report."""
+    traces = [view.trace("accel", run.id) for run in view.runs if run.kind == "operators"]
+    known = [coverage_facts(t.facts) for t in traces if isinstance(t, Trace)]
+    return {"operators": known[0]} if known else {}
+
+
 _PROMISED = {
+    "operators": OPERATOR_METRICS,
     "generate": ("ready_tokens",),
     "chat": ("tokenizer_mismatches", "template_mismatches", "eos_mismatches"),
     "concurrent": ("concurrency_mismatches",),

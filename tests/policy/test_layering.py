@@ -17,7 +17,7 @@ ROWS = (
     {"worker", "world"},
     {"record", "ranks", "reading"},
     {"runs"},
-    {"conversion", "exercise", "search"},
+    {"conversion", "exercise", "search", "ops"},
     {"compare", "gate", "checklist", "plugins", "unreleased"},
     {"adapters"},
     {"golden"},

@@ -12,6 +12,8 @@ from source_tree import ROOT, modules, show, texts, tree
 BROAD = {
     "harness/cli.py": "the last resort: an exit code instead of a bare traceback",
     "harness/worker.py": "the side under test may raise anything",
+    "harness/ops/judge.py": "the operator under test may raise anything",
+    "harness/ops/facts.py": "the side under test may raise anything",
     "harness/ranks.py": "the side under test may raise anything",
     "harness/plugins.py": "the side under test may raise anything when it is imported",
     "harness/devices.py": "a plug-in of a device may raise anything",

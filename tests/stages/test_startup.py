@@ -21,7 +21,7 @@ EVERYTHING = frozenset({"chat", "phases", "serves"})
 def context(capabilities=EVERYTHING, *, path="") -> StageContext:
     return StageContext(
         info=ModelInfo(path=str(path), config={}, vocab_size=300, layers=2, max_length_tokens=64, special_ids=(1,)),
-        scope=Scope(serves="serves" in capabilities),
+        scope=Scope(serves="serves" in capabilities, off={"operators": "told in tests/ops"}),
         capabilities=capabilities,
         reference_capabilities=EVERYTHING,
         profile="quick",

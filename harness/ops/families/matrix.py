@@ -1,0 +1,118 @@
+"""Products of matrices: plain, batched, linear, by experts. Knows formulas and budgets; must not know devices.
+
+Budget of a sum of K products in any order: K u (sum of |a||b|) at worst, sqrt(K) u where roundings are independent.
+Source: Higham, Accuracy and Stability, section 3.1; Higham and Mary 2019 for the square root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from harness.ops.arithmetic import Units
+from harness.ops.case import Case, Given, Spec, Want
+from harness.ops.inputs import lay, one, sweep, values
+
+SOURCE = "Higham, Accuracy and Stability of Numerical Algorithms, 3.1 (any order of sums); Higham and Mary 2019"
+MANY_ROWS = 65539
+"""Beyond 2^16 - 1, the most blocks that the second axis of a launch grid has."""
+
+
+def product(u: Units, a: Tensor, b: Tensor, *, more: int = 0) -> Want:
+    """Return what a @ b must be; `more` further terms are added to each sum."""
+    count = a.shape[-1] + more
+    size = a.abs() @ b.abs()
+    factors = 2 * u.factor * size
+    return Want(
+        value=a @ b, slack=(count + 1) * u.acc * size + factors,
+        spread=count**0.5 * u.acc * size + factors,
+    )  # fmt: skip
+
+
+def _pair(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    rows = MANY_ROWS if content == "many rows" else 5
+    a = values(gen, dtype, (rows, size), content)
+    b = values(gen, dtype, (size, 7), content if content == "large" else "normal")
+    if content == "large" and dtype is torch.float16:
+        b = b / 300.0
+    return Given(args=(lay(a, form), lay(b, "transposed" if form == "strided" else form)))
+
+
+def _matmul_cases(full: bool) -> Iterator[Case]:
+    sizes = () if full else (1, 7, 64, 129, 1025, 2049)
+    yield from sweep(_pair, full=full, sizes=sizes)
+    yield one(_pair, 2, "contiguous", "many rows")
+
+
+def _batched(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    count = 0 if content == "no batch" else 3
+    shapes = (count, 5, size), (count, size, 7)
+    return Given(args=tuple(lay(values(gen, dtype, shape, "normal"), form) for shape in shapes))
+
+
+def _linear(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    x, w, b = (values(gen, dtype, shape, "normal") for shape in ((2, 3, size), (11, size), (11,)))
+    return Given(args=(lay(x, form), lay(w, "sliced" if form == "strided" else "contiguous"), b))
+
+
+def _linear_truth(u: Units, x: Tensor, w: Tensor, b: Tensor) -> Sequence[Want]:
+    found = product(u, x, w.mT, more=1)
+    assert found.slack is not None
+    assert found.spread is not None
+    size = b.abs() + x.abs() @ w.abs().mT
+    rounded = u.out * (x @ w.mT).abs()  # the bias may be added to a product that was rounded already
+    return [Want(value=found.value + b, slack=found.slack + u.acc * size + rounded, spread=found.spread + rounded)]
+
+
+def _experts(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    """Rows sorted by expert; the counts have an expert without rows, one with one, and the last with most."""
+    counts = [0, 0, 0, 0] if content == "empty" else [3, 0, 1, 8]
+    x, w = values(gen, dtype, (sum(counts), size or 8)), values(gen, dtype, (4, 6, size or 8))
+    ends = torch.tensor(counts).cumsum(0)
+    return Given(args=(lay(x, form), lay(w, "transposed" if form == "transposed" else "contiguous"), ends))
+
+
+def expert_product(x_TI: Tensor, w_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """Return each row times the matrix of its expert. Rows up to `ends_E[e]` belong to expert e or one before."""
+    out, start = x_TI.new_empty(x_TI.shape[0], w_EOI.shape[1]), 0
+    for expert, end in enumerate(ends_E.tolist()):
+        out[start:end] = x_TI[start:end] @ w_EOI[expert].mT
+        start = end
+    return out
+
+
+def _experts_truth(u: Units, x: Tensor, w: Tensor, ends: Tensor) -> Sequence[Want]:
+    owner = torch.searchsorted(ends, torch.arange(x.shape[0]), right=True)
+    found = product(u, x[:, None, :], w[owner].mT)
+    assert found.slack is not None
+    assert found.spread is not None
+    return [Want(value=found.value[:, 0], slack=found.slack[:, 0], spread=found.spread[:, 0])]
+
+
+SPECS = (
+    Spec(
+        name="matmul", family="matrix", call=torch.matmul, truth=lambda u, a, b: [product(u, a, b)],
+        cases=_matmul_cases, into=lambda out, a, b: torch.mm(a, b, out=out), strided_into=True, source=SOURCE,
+    ),
+    Spec(
+        name="bmm", family="matrix", call=torch.bmm, truth=lambda u, a, b: [product(u, a, b)],
+        cases=lambda full: sweep(
+            _batched, full=full, sizes=() if full else (7, 129, 1025), contents=("empty", "no batch")
+        ),
+        into=lambda out, a, b: torch.bmm(a, b, out=out), strided_into=True, source=SOURCE,
+    ),
+    Spec(
+        name="linear", family="matrix", call=torch.nn.functional.linear, truth=_linear_truth,
+        cases=lambda full: sweep(_linear, full=full, sizes=() if full else (7, 65, 1025), contents=("empty",)),
+        source=SOURCE,
+    ),
+    Spec(
+        name="expert_product", family="matrix", call=expert_product, truth=_experts_truth,
+        cases=lambda full: sweep(
+            _experts, full=full, sizes=() if full else (7, 65), contents=("empty",), forms=("strided", "transposed")
+        ),
+        source=SOURCE, plain=False,
+    ),
+)  # fmt: skip

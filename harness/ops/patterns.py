@@ -1,0 +1,121 @@
+"""What the wrong cases of one operator have in common, in words. Knows outcomes; must not know limits or devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from harness.ops.case import Case
+from harness.ops.hold import Outcome
+
+MOST_TRIALS = 16
+"""Cases that the search for the two ends of a band may add."""
+
+
+def pattern(outcomes: Sequence[Outcome], bad: Callable[[Case], bool]) -> str:
+    """Return in words what the wrong ones share and the right ones lack; `bad` tries a further case. "" if nothing."""
+    wrong = [o for o in outcomes if o.bad]
+    right = [o for o in outcomes if not o.bad]
+    if not wrong:
+        return ""
+    usual = outcomes[0].case.content
+    words = [
+        _content(wrong, right, usual), _form(wrong, right), _band(_usual(wrong, usual), _usual(right, usual), bad),
+        _places(wrong),
+    ]  # fmt: skip
+    found = [w for w in words if w]
+    return "; ".join(dict.fromkeys(found)) or ("in every case" if not right else "")
+
+
+def _content(wrong: Sequence[Outcome], right: Sequence[Outcome], usual: str) -> str:
+    contents = {o.case.content for o in wrong}
+    if usual in contents:
+        spared = {o.case.content for o in right} - contents - {"empty"}
+        return f"right for {', '.join(sorted(spared))}" if spared and len(contents) > 1 else ""
+    if not any(o.case.content == usual for o in right):
+        return ""
+    return f"only for inputs that are special: {', '.join(sorted(contents))}"
+
+
+def _form(wrong: Sequence[Outcome], right: Sequence[Outcome]) -> str:
+    forms = {o.case.form for o in wrong}
+    if "contiguous" in forms or not any(o.case.form == "contiguous" for o in right):
+        return ""
+    tried = {o.case.form for o in right} & forms
+    which = ", ".join(sorted(forms))
+    return f"only for non-contiguous input ({which}{'; not every one' if tried else ''})"
+
+
+def _usual(outcomes: Sequence[Outcome], usual: str) -> list[Outcome]:
+    return [o for o in outcomes if o.case.content == usual and o.case.form == "contiguous"]
+
+
+def _band(wrong: Sequence[Outcome], right: Sequence[Outcome], bad: Callable[[Case], bool]) -> str:
+    """Return the band of widths that is wrong, its ends found by trying sizes between right and wrong ones."""
+    bads, goods = sorted({o.case.size for o in wrong}), sorted({o.case.size for o in right})
+    if not bads or not goods:
+        return ""
+    low, high = bads[0], bads[-1]
+    if any(low < size < high for size in goods):
+        if all(size % 2 for size in bads) and any(s % 2 == 0 for s in goods) and not any(s % 2 for s in goods):
+            return "wrong only for odd widths"
+        return f"wrong for widths {', '.join(map(str, bads[:6]))}, right for {', '.join(map(str, goods[:6]))}"
+    make = wrong[0].case.resized
+    below, above = max((s for s in goods if s < low), default=0), min((s for s in goods if s > high), default=0)
+    if make is not None:
+        low = _edge(below, low, lambda n: bad(make(n))) if below else low
+        high = _edge(above, high, lambda n: bad(make(n))) if above else high
+    if below and above:
+        return f"wrong only for widths {low}..{high}"
+    if below:
+        return f"wrong only for widths from {low} on"
+    return f"wrong only for widths up to {high}" if above else ""
+
+
+def _edge(good: int, bad: int, wrong: Callable[[int], bool]) -> int:
+    """Return the wrong size next to the right ones, between a right one and a wrong one."""
+    for _ in range(MOST_TRIALS):
+        if abs(bad - good) <= 1:
+            break
+        middle = (good + bad) // 2
+        good, bad = (good, middle) if wrong(middle) else (middle, bad)
+    return bad
+
+
+def _places(wrong: Sequence[Outcome]) -> str:
+    """Return where in their outputs all wrong cases are wrong, if there is one way to say it."""
+    marks = [o.wrong for o in wrong if o.wrong is not None and o.wrong.dim() and not bool(o.wrong.all())]
+    if not marks or len(marks) < len([o for o in wrong if o.wrong is not None]):
+        return ""
+    found: set[str] | None = None
+    for mark in marks:
+        words = set(_of_one(mark))
+        found = words if found is None else found & words
+    best = sorted(found or (), key=len)
+    return best[0] if best else ""
+
+
+def _of_one(mark: Tensor) -> list[str]:
+    """Return every way to say where one output is wrong."""
+    columns = mark.reshape(-1, mark.shape[-1]).any(0)
+    rows = mark.reshape(-1, mark.shape[-1]).any(1)
+    words = []
+    width = columns.numel()
+    if width > 1:
+        if bool(columns[-1]) and int(columns.sum()) == 1:
+            words.append("only the last index of a row")
+        if bool(columns[0]) and int(columns.sum()) == 1:
+            words.append("only the first index of a row")
+        first = int(columns.int().argmax())
+        if first and bool(columns[first:].all()):
+            words.append(f"columns from {first} on")
+        if width > 3 and (bool(columns[1::2].all()) and not bool(columns[::2].any())):
+            words.append("every second column")
+    if rows.numel() > 1 and not bool(rows.all()):
+        first = int(rows.int().argmax())
+        if first and bool(rows[first:].all()):
+            words.append(f"rows beyond {first - 1}")
+        if int(rows.sum()) == 1:
+            words.append("only the last row" if bool(rows[-1]) else "only the first row" if first == 0 else "one row")
+    return words

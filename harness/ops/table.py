@@ -1,0 +1,115 @@
+"""The coverage table: who serves each operator that a model uses, what falls back, what a port replaces. No limits.
+
+Whether a backend has a kernel is asked of torch's dispatcher; a port's own operators are on its own word.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.ops.needs import BUILT_IN, Seen, family_of
+
+COMPOSITE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+
+def served(operator: str, device: str) -> str:
+    """Return who computes a torch operator on a device: library, composite (of others), host (the CPU), custom."""
+    key = torch._C._dispatch_key_for_device(device)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(operator, key):
+        return "library" if operator.partition("::")[0] in BUILT_IN else "custom"
+    if any(torch._C._dispatch_has_kernel_for_dispatch_key(operator, c) for c in COMPOSITE):
+        return "library" if device == "cpu" else "composite"
+    if device != "cpu" and torch._C._dispatch_has_backend_fallback(torch._C._dispatch_key_parse(key)):
+        return "host"
+    return "none"
+
+
+def coverage(prefill: Seen, decode: Seen | None, device: str, levels: Mapping[str, str]) -> dict[str, Any]:
+    """Return the table as facts: a row for each operator that ran, what fell back how often, what is replaced.
+
+    `levels` are the port's own words for its operators.
+    """
+    kind = torch.device(device).type
+    steps = decode.operators if decode is not None else {}
+    rows = []
+    for name in sorted({*prefill.operators, *steps}):
+        level = served(name, kind)
+        rows.append(
+            {
+                "operator": name, "family": family_of(name), "prefill": prefill.operators[name],
+                "decode": steps.get(name, 0), "level": level,
+                "on_host": _on_host(name, kind, decode or prefill, level),
+            }
+        )  # fmt: skip
+    return {
+        "device": device,
+        "rows": rows,
+        "fallbacks": {row["operator"]: row["on_host"] for row in rows if row["on_host"]},
+        "decode_counted": decode is not None,
+        "own": dict(levels),
+        "replaced": replaced(prefill),
+    }
+
+
+def _on_host(name: str, device: str, seen: Seen, level: str) -> int:
+    """Return how often an operator of the model ran on the host though the model is on a device."""
+    if device == "cpu":
+        return 0
+    return seen.devices[name, device] if level == "host" else 0
+
+
+def replaced(seen: Seen) -> list[dict[str, str]]:
+    """Return each module and function in place of upstream's: subclasses, forwards set on an object, patched names."""
+    found = [
+        {"what": name, "instead_of": f"the forward of {name}", "by": by, "how": "set on the object"}
+        for name, by in seen.patched.items()
+    ]
+    for kind in seen.modules:
+        own = next((c for c in kind.__mro__ if "forward" in vars(c)), None)
+        if own is None:
+            continue
+        base = next((c for c in kind.__mro__ if _upstream(c, own)), None)
+        if base is not None:
+            found.append({"what": kind.__qualname__, "instead_of": _full(base), "by": _full(own), "how": "subclass"})
+        by = getattr(vars(own)["forward"], "__module__", own.__module__)
+        if by and by.partition(".")[0] != own.__module__.partition(".")[0]:
+            found.append({"what": kind.__qualname__, "instead_of": f"{_full(own)}.forward", "by": by, "how": "patched"})
+    for module in {sys.modules[k.__module__] for k in seen.modules if k.__module__ in sys.modules}:
+        found += _patched_functions(module)
+    return sorted(found, key=lambda row: (row["instead_of"], row["by"]))
+
+
+def _upstream(base: type, own: type) -> bool:
+    """Say whether a class further up has a forward of its own, from another package."""
+    other = base.__module__.partition(".")[0] != own.__module__.partition(".")[0]
+    return other and base is not nn.Module and issubclass(base, nn.Module) and "forward" in vars(base)
+
+
+def _full(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _patched_functions(module: ModuleType) -> list[dict[str, str]]:
+    """Return the functions and classes that a module's own source defines, but that now are somebody else's."""
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    found = []
+    for node in tree.body:
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        live = getattr(module, node.name, None)
+        by = getattr(live, "__module__", "") or ""
+        if live is not None and by and by.partition(".")[0] != module.__name__.partition(".")[0]:
+            name = f"{module.__name__}.{node.name}"
+            found.append({"what": node.name, "instead_of": name, "by": f"{by}.{node.name}", "how": "patched"})
+    return found

@@ -1,0 +1,105 @@
+"""What the operator suite showed, as measurements of the startup stage. Must not know limits or how a suite is run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from harness.stages import measured
+from harness.types import Measurement, Run
+
+NAME = "startup"
+COUNTS = {
+    "op_wrong_indices": "wrong_indices",
+    "op_nonfinite_mismatches": "nonfinite",
+    "op_neighbours_changed": "neighbours",
+    "op_inputs_changed": "inputs_changed",
+    "op_not_repeatable": "not_repeated",
+}
+OPERATOR_METRICS = ("op_error_ratio", *COUNTS, "op_contract_failures", "op_host_fallbacks")
+
+
+def operators_of(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
+    """Return how each operator that the model uses does alone; each metric has at least one measurement."""
+    judged = [r for r in facts["results"] if r["needed"]]
+    found = [_error(run, r, order) for order, r in enumerate(judged)]
+    if not found:
+        message = "no operator of the model has a family in the suite, and the port offers none to be tested alone"
+        found = [measured(NAME, run, "op_error_ratio", None, "operators", problem="empty", detail={"message": message})]
+    for metric, key in COUNTS.items():
+        wrong = [
+            measured(NAME, run, metric, r["counts"][key], _subject(r), order=order, n=r["cases"], where=_where(r),
+                     detail=_told(r))
+            for order, r in enumerate(judged) if r["counts"][key]
+        ]  # fmt: skip
+        found += wrong or [measured(NAME, run, metric, 0, "operators", n=max(1, len(judged)))]
+    return [*found, *_contracts(run, facts["contracts"]), _fallbacks(run, facts["coverage"]), *_runtime(run, facts)]
+
+
+def coverage_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the coverage table for a report, with how each tested operator did alone."""
+    alone = [
+        {
+            "operator": r["operator"] + (f" ({r['variant']})" if r["variant"] else ""), "dtype": r["dtype"],
+            "level": r["level"], "cases": r["cases"], "ratio": max(r["error_ratio"], r["rms_ratio"]),
+            "needed": r["needed"], "right": not r["wrong_cases"], "pattern": r["pattern"],
+        }
+        for r in facts["results"]
+    ]  # fmt: skip
+    keys = ("arithmetic", "failed", "contracts", "runtime", "seconds")
+    return {**facts["coverage"], "alone": alone, **{k: facts[k] for k in keys}}
+
+
+def _subject(result: Mapping[str, Any]) -> str:
+    variant = f"[{result['variant']}]" if result["variant"] else ""
+    return f"operators.{result['operator']}{variant}"
+
+
+def _where(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: result[key] for key in ("dtype", "level", "family")}
+
+
+def _told(result: Mapping[str, Any]) -> dict[str, Any]:
+    if not result["wrong_cases"] and not result["counts"]["not_repeated"]:
+        return {}
+    message = result["message"].replace("\n ", "")
+    return {"message": message, "pattern": result["pattern"], "source": result["source"]}
+
+
+def _error(run: Run, result: Mapping[str, Any], order: int) -> Measurement:
+    """Return the largest error over what rounding allows, of single values or of their root mean square."""
+    value: float | None = max(result["error_ratio"], result["rms_ratio"])
+    problem = ""
+    if result["raised"]:
+        value, problem = None, "error"
+    elif min(result["error_ratio"], result["rms_ratio"]) < 0:
+        value = math.inf
+    return measured(
+        NAME, run, "op_error_ratio", value, _subject(result), order=order, n=max(1, result["elements"]),
+        problem=problem, where=_where(result), detail=_told(result),
+    )  # fmt: skip
+
+
+def _contracts(run: Run, contracts: list[Mapping[str, Any]]) -> Iterator[Measurement]:
+    broken = [c for c in contracts if c["failures"]]
+    for c in broken:
+        detail = {"message": "; ".join(c["failures"])}
+        yield measured(NAME, run, "op_contract_failures", len(c["failures"]), c["operator"], detail=detail)
+    if not broken:
+        yield measured(NAME, run, "op_contract_failures", 0, "operators", n=max(1, len(contracts)))
+
+
+def _fallbacks(run: Run, coverage: Mapping[str, Any]) -> Measurement:
+    """Count the calls that run on the host in one decode step (in one prefill, where there is no decode)."""
+    fallbacks = coverage["fallbacks"]
+    told = ", ".join(f"{name} {count} times" for name, count in sorted(fallbacks.items(), key=lambda x: -x[1])[:6])
+    phase = "decode step" if coverage["decode_counted"] else "prefill"
+    detail = {"message": f"on the host in one {phase}: {told}"} if told else {}
+    return measured(NAME, run, "op_host_fallbacks", sum(fallbacks.values()), "operators", detail=detail)
+
+
+def _runtime(run: Run, facts: Mapping[str, Any]) -> Iterator[Measurement]:
+    for name, problem in facts["runtime"]["checks"].items():
+        detail = {"message": problem} if problem else {}
+        yield measured(NAME, run, "runtime_problems", 1 if problem else 0, f"runtime.{name}", detail=detail)
