@@ -42,19 +42,31 @@ def main() -> None:
     if words.inside:
         print(json.dumps(_peak(SIDES[words.inside], words.folder)))
         return
+    facts: dict[str, Any] = {}
+    _say(_decoder_lines(facts.setdefault("decoders", decoders(words.rounds))))
     with tempfile.TemporaryDirectory(prefix="load-", dir=words.folder) as scratch:
-        facts: dict[str, Any] = {"load_before": os.getloadavg(), "decoders": decoders(words.rounds)}
         for name in words.formats.split(","):
-            folder = Path(scratch) / name
-            nbytes = load_files.write(folder, name, int(words.size * 2**30))
-            facts[name] = {"bytes": nbytes, "warm": passes(folder, words.rounds, cold=False)}
-            facts[name]["cold"] = passes(folder, max(2, words.rounds // 2), cold=True)
-            facts[name]["peaks"] = peaks(folder, Path(scratch) / "small", name, int(words.size * 2**28))
-            load_files.remove(folder)
-        facts["load_after"] = os.getloadavg()
-    print(render(facts))
+            facts[name] = measure(Path(scratch), name, words)
+            _say(_format_lines(name, facts[name]))
     if words.json:
         words.json.write_text(json.dumps(facts, indent=1))
+
+
+def measure(scratch: Path, name: str, words: argparse.Namespace) -> dict[str, Any]:
+    """Return what every side takes on a checkpoint of one format."""
+    folder = scratch / name
+    nbytes = load_files.write(folder, name, int(words.size * 2**30))
+    found: dict[str, Any] = {"bytes": nbytes, "load": os.getloadavg()[0]}
+    found["warm"] = passes(folder, words.rounds, cold=False)
+    found["cold"] = passes(folder, max(2, words.rounds // 2), cold=True)
+    if name in words.peaks.split(","):
+        found["peaks"] = peaks(folder, scratch / "small", name, int(words.size * 2**28))
+    load_files.remove(folder)
+    return found
+
+
+def _say(lines: list[str]) -> None:
+    print("\n".join(["", *lines]), flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -62,6 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", type=float, default=1.0, help="GiB of each checkpoint")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--formats", default="bf16,fp8,mxfp4")
+    parser.add_argument("--peaks", default="bf16,mxfp4", help="formats whose peaks of memory are taken")
     parser.add_argument("--folder", type=Path, help="where the checkpoints are written for a while")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
@@ -289,45 +302,39 @@ def _anonymous_mib() -> float:
 # --- tables ---
 
 
-def render(facts: Mapping[str, Any]) -> str:
-    """Return the tables as markdown."""
+def _decoder_lines(rows: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"load average {facts['load_before'][0]:.1f} before, {facts['load_after'][0]:.1f} after, on "
-        f"{len(os.sched_getaffinity(0))} processors",
-        "",
         "| decoder, one thread | Melem/CPU s | times its base | least-greatest | base | aim |",
         "|---|--:|--:|---|---|---|",
     ]
-    rows = dict(facts["decoders"])
-    elements = rows.pop("elements")
     for name, row in rows.items():
-        lines.append(
-            f"| {name} | {elements / row['cpu_s'] / 1e6:.0f} | {row['speed']:.2f} | {_spread(row)} | {row['base']} | "
-            f"{_aim(name)} |"
-        )
-    for name in load_files.FORMATS:
-        if name in facts:
-            lines += ["", *_format_rows(name, facts[name])]
-    return "\n".join(lines)
+        if name != "elements":
+            lines.append(
+                f"| {name} | {rows['elements'] / row['cpu_s'] / 1e6:.0f} | {row['speed']:.2f} | {_spread(row)} | "
+                f"{row['base']} | {_aim(name)} |"
+            )
+    return lines
 
 
-def _format_rows(name: str, found: Mapping[str, Any]) -> list[str]:
+def _format_lines(name: str, found: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"| {name}, {found['bytes'] / 1e9:.2f} GB | wall s | CPU s | GB/s | of the plain read | least-greatest "
-        "| peak MiB, a quarter of it | peak MiB | aim |",
-        "|---|--:|--:|--:|--:|---|--:|--:|---|",
+        f"| {name}, {found['bytes'] / 1e9:.2f} GB, load {found['load']:.0f} on {len(os.sched_getaffinity(0))} cores | "
+        "wall s | CPU s | GB/s | of the plain read | least-greatest | of its CPU s | aim |",
+        "|---|--:|--:|--:|--:|---|--:|---|",
     ]
     for state in ("warm", "cold"):
         for side, row in found[state].items():
             if "skipped" in row:
-                lines.append(f"| {state}: {side} | | | | | skipped: {row['skipped']} | | | |")
+                lines.append(f"| {state}: {side} | | | | | skipped: {row['skipped']} | | |")
                 continue
-            peak = found["peaks"][side] if state == "warm" else {"small": None, "large": None}
+            cpu = row["cpu_s"] / max(1e-9, found[state]["read the bytes"]["cpu_s"])
             lines.append(
                 f"| {state}: {side} | {row['wall_s']:.2f} | {row['cpu_s']:.2f} | "
-                f"{found['bytes'] / row['wall_s'] / 1e9:.2f} | {row['speed']:.2f} | {_spread(row)} | "
-                f"{_mib(peak['small'])} | {_mib(peak['large'])} | {_aim(side)} |"
+                f"{found['bytes'] / row['wall_s'] / 1e9:.2f} | {row['speed']:.2f} | {_spread(row)} | {cpu:.1f} | "
+                f"{_aim(side)} |"
             )
+    for side, row in found.get("peaks", {}).items():
+        lines.append(f"peak of {side}: {_mib(row['small'])} on a quarter of it, {_mib(row['large'])} on all of it")
     return lines
 
 
@@ -336,7 +343,7 @@ def _spread(row: Mapping[str, Any]) -> str:
 
 
 def _mib(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}"
+    return "not known" if value is None else f"{value:.0f} MiB"
 
 
 def _aim(name: str) -> str:
