@@ -32,6 +32,8 @@ from harness.errors import CheckpointError
 
 _WAYS = 24
 """Ways to put a weight together that are tried."""
+_ASSEMBLED = 128
+"""Weights of which nothing is known that are put together by names."""
 _TOLD = 4
 """Wrong tensors within one weight whose cause is looked for."""
 
@@ -85,6 +87,9 @@ def _due(audit: Ledger, fact: WeightFact, held: Tensor) -> WeightFact:
 
 def _assembled(audit: Ledger, fact: WeightFact, held: Tensor) -> WeightFact:
     """Try the ways in which tensors that are nowhere make up a weight; one that explains its values is believed."""
+    if audit.assembled >= _ASSEMBLED:
+        return dataclasses.replace(fact, pattern=unwritten_words(held))
+    audit.assembled += 1
     free = [x for x in audit.logicals.values() if x.name not in audit.used and not x.problem]
     for assembly in itertools.islice(assemblies(fact, free), _WAYS):
         due = assembly.dues[0]

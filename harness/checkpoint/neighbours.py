@@ -7,7 +7,7 @@ layer or projection. They are read one at a time, only as far as they are asked 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from harness.errors import CheckpointError
 MOST = 12
 """Neighbours that are tried."""
 _NUMBER = re.compile(r"\d+")
+_STEPS = (1, -1, 2, -2, 3, -3)
 _ROLES = (("scale", "the scales"), ("global", "the global scale"), ("zero", "the zero points"), ("weight", "the codes"))
 
 
@@ -27,7 +28,7 @@ def beside(audit: Ledger, logical: Logical, stored: Stored | None) -> Iterator[M
     parts = audit.parts(logical) if stored is not None else None
     if stored is None or parts is None:
         return
-    for name in neighbours(logical, audit.logicals):
+    for name in neighbours(logical, audit.logicals, audit.kinds()):
         other = audit.logicals[name]
         for role, what in _ROLES:
             if role in parts and role in other.parts:
@@ -36,24 +37,29 @@ def beside(audit: Ledger, logical: Logical, stored: Stored | None) -> Iterator[M
                     yield mistake
 
 
-def neighbours(logical: Logical, logicals: Mapping[str, Logical]) -> list[str]:
-    """Return weights of one format and shape whose names differ in one number or one word, the nearest first."""
-    own, found = logical.name.split("."), []
-    numbers = [int(n) for n in _NUMBER.findall(logical.name)]
-    for other in _alike(logical, logicals):
-        words = other.name.split(".")
-        apart = [i for i, (a, b) in enumerate(zip(own, words, strict=True)) if a != b]
-        if len(apart) == 1:
-            distance = sum(abs(a - b) for a, b in zip(numbers, map(int, _NUMBER.findall(other.name)), strict=False))
-            found.append((distance, other.name))
-    return [name for _, name in sorted(found)][:MOST]
+def neighbours(logical: Logical, logicals: Mapping[str, Logical], kinds: Iterable[str]) -> list[str]:
+    """Return weights of one format and shape whose names differ in one number or one word, the nearest first.
+
+    `kinds`: the names of all weights without their numbers (`#` for each), once.
+    """
+    template, numbers = _NUMBER.sub("#", logical.name), _NUMBER.findall(logical.name)
+    names = []
+    for step in _STEPS:
+        for i, number in enumerate(numbers):
+            names.append(_filled(template, [*numbers[:i], str(int(number) + step), *numbers[i + 1 :]]))
+    own = template.split(".")
+    for kind in kinds:
+        words = kind.split(".")
+        alike = len(words) == len(own) and kind.count("#") == len(numbers)
+        if alike and sum(a != b for a, b in zip(own, words, strict=True)) == 1:
+            names.append(_filled(kind, numbers))
+    found = (logicals[n] for n in names if n in logicals)
+    return [x.name for x in found if (x.format, x.shape, x.problem) == (logical.format, logical.shape, "")][:MOST]
 
 
-def _alike(logical: Logical, logicals: Mapping[str, Logical]) -> Iterator[Logical]:
-    for other in logicals.values():
-        same = other.format == logical.format and other.shape == logical.shape and not other.problem
-        if same and other.name != logical.name and other.name.count(".") == logical.name.count("."):
-            yield other
+def _filled(template: str, numbers: Sequence[str]) -> str:
+    given = iter(numbers)
+    return re.sub("#", lambda _: next(given), template)
 
 
 def _with(

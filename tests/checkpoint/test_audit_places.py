@@ -11,6 +11,7 @@ from quantised_weights import weights
 
 from harness.adapter import Weight
 from harness.checkpoint import audit_weights, decode, logical_tensors, open_checkpoint
+from harness.checkpoint.formats import decode_parts
 from harness.checkpoint.place import place_of
 
 DRAW = torch.Generator().manual_seed(11)
@@ -151,3 +152,22 @@ def test_a_square_may_be_held_with_axes_exchanged(tmp_path, damage, words):
     (fact,) = audit_weights(checkpoint, [held], tied=False, dtype="bfloat16")["weights"]
     assert bool(fact["mismatches"]) is bool(words)
     assert words in fact["pattern"]
+
+
+def test_scales_of_a_neighbour_are_named(tmp_path):
+    """A weight decoded with the scales of another expert, or of another projection, names the tensor they are of."""
+    tensors, config = {}, {}
+    for number, name in enumerate(("experts.0.up", "experts.1.up", "experts.0.gate")):
+        stored, config = weights(seed=number)["mxfp4"]
+        tensors |= {f"layers.0.{name}.{key.split('.', 1)[1]}": value for key, value in stored.items()}
+    checkpoint = open_checkpoint(write(tmp_path, tensors, config=config))
+    logicals = {x.name: x for x in logical_tensors(checkpoint)}
+    own = logicals["layers.0.experts.0.up.weight"]
+    for other in ("layers.0.experts.1.up.weight", "layers.0.experts.0.gate.weight"):
+        parts = {
+            "weight": checkpoint.read(own.parts["weight"]),
+            "scale": checkpoint.read(logicals[other].parts["scale"]),
+        }
+        held = Weight(name=own.name, tensor=decode_parts(own, parts))
+        facts = audit_weights(checkpoint, [held], tied=False, dtype="float32")
+        assert f"the scales of {other} (another tensor's)" in facts["weights"][0]["pattern"]
