@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from harness.adapters.stream.shards import Shards
 from harness.checkpoint import Logical
+from harness.checkpoint.room import room
 from harness.errors import CheckpointError
 
+_LARGE_BYTES = 1 << 22
 Load = Callable[[str], Tensor]
 Make = Callable[[Load], Mapping[str, Tensor]]
 
@@ -128,9 +130,9 @@ class Weights:
             if source not in decoded:
                 value = self.shards.decoded(logical)
                 if not logical.quantised:
-                    return value.to(dtype)
+                    return _in(value, dtype)
                 decoded[source] = value
-            return decoded[source].to(dtype)
+            return _in(decoded[source], dtype)
 
         made = recipe.make(load) if recipe.make is not None else {recipe.targets[0]: load(recipe.sources[0])}
         if not shape.wide:
@@ -155,6 +157,13 @@ class Weights:
 class _Group:
     recipe: Recipe
     wanted: dict[str, str]
+
+
+def _in(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a value in a dtype: itself where it is that, else in memory that is quick to touch first."""
+    if value.dtype is dtype or value.numel() * dtype.itemsize < _LARGE_BYTES:
+        return value.to(dtype)
+    return room(tuple(value.shape), dtype).copy_(value)
 
 
 def _checked(name: str, made: Mapping[str, Tensor], target: str, shape: Shape) -> Tensor:
