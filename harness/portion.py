@@ -43,7 +43,7 @@ def prepared(config: Config, say: Say, *, scratch: Path | None = None) -> Config
     sections = {side: getattr(config, side) for side in ("reference", "accel")}
     specs = {side: parse_spec(section.spec) for side, section in sections.items()}
     for spec in specs.values():
-        _can_be_told(spec, say)
+        _can_be_told(spec)
     named = [specs[side] for side in specs if side == "accel" or reference_named(config)]
     whole = config.run.checkpoint or next((p for spec in named if (p := default_checkpoint(spec)) is not None), None)
     if whole is None:
@@ -58,6 +58,9 @@ def prepared(config: Config, say: Say, *, scratch: Path | None = None) -> Config
     done = {"checkpoint": part(whole), "layers": None, "random_weights": False, "manifest": None}
     if config.run.manifest is not None:
         say(f"the digests of {config.run.manifest} are of the whole model's files: they say nothing of a part")
+    for spec in specs.values():
+        if spec.kind == "openai":
+            say(f"{spec.target} must serve {done['checkpoint']}, not the whole model")
     run = config.run.model_copy(update=done)
     return config.model_copy(update={**changed, "run": run})
 
@@ -66,14 +69,12 @@ def _query(spec: str) -> str:
     return f"?{spec.partition('?')[2]}" if "?" in spec else ""
 
 
-def _can_be_told(spec: Spec, say: Say) -> None:
-    """Refuse a command that would serve the whole model; say what an endpoint must serve."""
+def _can_be_told(spec: Spec) -> None:
+    """Refuse a command that would serve the whole model."""
     if spec.kind == "serve" and "{checkpoint}" not in spec.target:
         raise UsageError(
             f"expected {{checkpoint}} in the command of serve:{spec.target}, found none: it would serve the whole model"
         )
-    if spec.kind == "openai":
-        say(f"{spec.target} must serve the same part of the model: day0 cut writes the folder for it")
 
 
 def _made(config: Config, source: Path, say: Say, scratch: Path | None) -> Path:

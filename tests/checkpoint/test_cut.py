@@ -252,6 +252,11 @@ KEYS = {
         {"text_config": {"num_hidden_layers": 12, "first_k_dense_replace": 3}}, (2, 3),
         {"text_config": {"num_hidden_layers": 2, "first_k_dense_replace": 1}},
     ),
+    "a configuration within one of another depth": (
+        {"num_hidden_layers": 40, "text_config": {"num_hidden_layers": 12, "full_attention_interval": 4}}, (0, 1, 2, 3),
+        {"num_hidden_layers": 40, "text_config": {"num_hidden_layers": 4, "full_attention_interval": 4}},
+    ),
+    "one layer by its number": ({"probe_layer_idx": 7}, (0, 7), {"probe_layer_idx": 1}),
     "last layers that borrow": (
         {"num_kv_shared_layers": 4, "layer_types": list("ssssfsssssff")}, (4, 7, 9, 11),
         {"num_kv_shared_layers": 2, "layer_types": ["f", "s", "s", "f"]},

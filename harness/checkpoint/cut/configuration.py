@@ -17,11 +17,13 @@ from harness.checkpoint.expected import LAYERS
 from harness.checkpoint.names import number, text_config, tower
 from harness.errors import UsageError
 
+TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys under which the text model's own configuration lies, where it is not the outer one."""
 Known = Callable[[Mapping[str, Any]], Mapping[str, Sequence[Any]]]
 """What an architecture's own code works out of a configuration: its lists by key, also those that no file gives."""
 
 _NEVER = re.compile(
-    r"rope_(scaling|parameters)|mrope|token_id|architectures|auto_map|2label|label2|image|kernel|dilation|stride"
+    r"rope_(scaling|parameters)|mrope|tokens?_id|architectures|auto_map|2label|label2|image|kernel|dilation|stride"
     r"|^(bos|eos|pad)_|time_step|block_size|quant|(^|_)(mean|std)$"
 )
 _PER_LAYER = re.compile(r"layer|block|_types?$|pattern|ratio|sparsity|window|theta|_per_|schedule|hybrid|multiplier")
@@ -32,6 +34,7 @@ _FIRST = re.compile(
     r"|layers?_start|start_index$|^max_window_layers$"
 )
 _END = re.compile(r"layers?_end|end_layer|end_index$")
+_ONE = re.compile(r"layer_(id|idx|index)$")
 _LAST_SHARED = re.compile(r"^num_(kv_)?shared_(kv_)?layers$")
 _BORROWS = re.compile(r"share|reuse")
 _ALL_LAYERS_IN_ONE = ("hidden_size_per_layer_input",)
@@ -108,7 +111,7 @@ def _explicit(
 
 def _into_owner(config: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
     """Put keys into the part of a configuration that gives the number of layers."""
-    for key in ("text_config", "llm_config", "language_config", "thinker_config"):
+    for key in TEXT_PARTS:
         inner = config.get(key)
         if isinstance(inner, dict):
             return {**config, key: _into_owner(inner, words)}
@@ -130,9 +133,9 @@ class _Editor:
         return number(mapping, *LAYERS) in (None, self.depth)
 
     def part(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one part of the configuration, edited."""
+        """Return one part of the configuration, edited; of a part with layers of its own what lies within it."""
         if not self.owns(mapping):
-            return dict(mapping)
+            return {k: self.part(v) if k in TEXT_PARTS and isinstance(v, dict) else v for k, v in mapping.items()}
         base = self._base(mapping)
         return {key: self._entry(key, value, mapping, base) for key, value in mapping.items()}
 
@@ -270,9 +273,17 @@ class _Editor:
             return self._last_shared(key, value, owner)
         if _END.search(key) and 0 <= value < self.depth:
             return sum(layer <= value for layer in self.layers) - 1
+        if _ONE.search(key) and 0 <= value < self.depth:
+            return self._single(key, value)
         if _FIRST.search(key) and value > 0:
             return sum(layer < value for layer in self.layers)
         return value
+
+    def _single(self, key: str, value: int) -> int:
+        """Renumber the one layer that a key names."""
+        if value not in self.place:
+            self.refusals.append(f"{key} names layer {value}; choose it too")
+        return self.place.get(value, value)
 
     def _last_shared(self, key: str, value: int, owner: Mapping[str, Any]) -> int:
         """Count the chosen among the last layers, which use the keys and values of earlier ones; ask for those."""

@@ -31,14 +31,13 @@ class Periods:
         self, config: Mapping[str, Any], result: Mapping[str, Any], owns: Callable[[Mapping[str, Any]], bool]
     ) -> dict[str, Any]:
         """Return an edited configuration with its periods edited too; those that no number says stay open."""
-        if not owns(config):
-            return dict(result)
         new = dict(result)
         for key, value in config.items():
             if isinstance(value, dict) and isinstance(new.get(key), dict):
-                if tower(key) == "text" and "encoder" not in key and not _NOT.search(key):
+                within = tower(key) == "text" and "encoder" not in key and not _NOT.search(key)
+                if within and (owns(config) or key.endswith("_config")):
                     new[key] = self.rewritten(value, new[key], owns)
-            elif _is_period(key, value):
+            elif owns(config) and _is_period(key, value):
                 new.update(self._one(key, value, config))
         return new
 
