@@ -21,7 +21,7 @@ from harness.golden import load_failure, load_trace, read_manifest, save_failure
 from harness.types import Failure, Run, Setup, Trace, as_json
 
 BEAT_BYTES = 512
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: " (the system often kills a process this way when memory runs out)",
     signal.SIGBUS: " (a mapped file was cut short while it was read: is something writing to a shard or a golden?)",
 }

@@ -196,7 +196,7 @@ class ModuleAdapter:
 
         stored = open_checkpoint(self.checkpoint).tensors
         state = loaded.module.state_dict()
-        for name, value in multiplied_out(state, stored):
+        for name, value in self._held(state, stored):
             yield Weight(name=name, tensor=value, checkpoint=name if name in stored else "")
         for name, value in loaded.module.named_buffers():
             if name not in state:
@@ -230,6 +230,10 @@ class ModuleAdapter:
         return end_ids(self.checkpoint)
 
     # --- inside ---
+
+    def _held(self, state: Mapping[str, Tensor], stored: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what memory holds under the names of the module's state."""
+        return multiplied_out(state, stored)
 
     def _ready(self) -> Loaded:
         if self._loaded is None:

@@ -5,13 +5,13 @@ Adapters of one window are made by `beside`: their forwards can go along in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from harness.adapter import Rounding, Weight
+from harness.adapter import Rounding
 from harness.adapters.module import Loaded, ModuleAdapter
 from harness.adapters.stream.shards import Shards
 from harness.adapters.stream.weights import Shape, Weights, by_name
@@ -71,18 +71,15 @@ class StreamedAdapter(ModuleAdapter):
         super().close()
         self.window.clear()
 
-    def weights(self) -> Iterator[Weight]:
-        """Yield every parameter and persistent buffer under the module's own names, a few in memory at a time."""
-        self._ready()
-        stored = self.window.weights.shards.checkpoint.tensors
-        for name, value in self.streamed.values():
-            yield Weight(name=name, tensor=value, checkpoint=name if name in stored else "")
-
     def round_with(self, rounding: Rounding) -> None:
         """Make the module compute as declared; its weights are rounded as they come in (capability `precision`)."""
         super().round_with(rounding)
         assert isinstance(rounding, Rounds)
         self.streamed.rounds = rounding
+
+    def _held(self, state: Mapping[str, Tensor], stored: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter and persistent buffer, a few in memory at a time."""
+        return self.streamed.values()
 
     def _load(self, checkpoint: Path, setup: Setup) -> Loaded:
         loaded = self._build(checkpoint, setup)
