@@ -278,6 +278,10 @@ def test_keys_that_say_something_of_layers(config, layers, expected):
         ({"decoder_sparse_step": 2}, (0, 2), "decoder_sparse_step = 2 .*layers 0-1 or layers 0,3"),
         ({"indexer_types": ["full", "shared", "shared"] * 4}, (0, 4), "layer 4 goes on with what layer 3 computed"),
         ({"num_kv_shared_layers": 4}, (0, 9), "layer 9 uses the keys and values of layer 7"),
+        ({"cla_share_factor": 2}, (0, 3), "layer 3 uses what layer 2 computed"),
+        ({"cla_share_factor": 2}, (0, 2), "cla_share_factor = 2 cannot say"),
+        ({"num_mem_blocks": 2}, (0, 3), "choose the first layers without a gap"),
+        ({"probe_layer_idx": 7}, (0, 3), "probe_layer_idx names layer 7"),
         ({"hidden_size_per_layer_input": 256}, (0, 1), "one embedding holds the rows of all 12 layers"),
     ],
 )

@@ -35,7 +35,9 @@ _FIRST = re.compile(
 )
 _END = re.compile(r"layers?_end|end_layer|end_index$")
 _ONE = re.compile(r"layer_(id|idx|index)$")
-_LAST_SHARED = re.compile(r"^num_(kv_)?shared_(kv_)?layers$")
+_LAST_SHARED = re.compile(r"^num_(kv_)?(shared|reuse)_(kv_)?layers$")
+_GROUPED = re.compile(r"share_factor$")
+_BLOCKS = re.compile(r"^num_mem_blocks$")
 _BORROWS = re.compile(r"share|reuse")
 _ALL_LAYERS_IN_ONE = ("hidden_size_per_layer_input",)
 _PROMISED = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers", "num_mtp_modules")
@@ -271,6 +273,10 @@ class _Editor:
             self.refusals.append(f"{key}: one embedding holds the rows of all {self.depth} layers, and it is not cut")
         if _LAST_SHARED.search(key) and value > 0:
             return self._last_shared(key, value, owner)
+        if _GROUPED.search(key) and 1 < value <= self.depth:
+            self._grouped(key, value)
+        if _BLOCKS.search(key) and value > 0 and self.layers != tuple(range(len(self.layers))):
+            self.refusals.append(f"{key}: layers use blocks in turns; choose the first layers without a gap")
         if _END.search(key) and 0 <= value < self.depth:
             return sum(layer <= value for layer in self.layers) - 1
         if _ONE.search(key) and 0 <= value < self.depth:
@@ -278,6 +284,13 @@ class _Editor:
         if _FIRST.search(key) and value > 0:
             return sum(layer < value for layer in self.layers)
         return value
+
+    def _grouped(self, key: str, size: int) -> None:
+        """Refuse a layer whose group's first one, which computes for all of it, is not there."""
+        for layer in self.layers:
+            if layer - layer % size not in self.layers:
+                source = layer - layer % size
+                self.refusals.append(f"layer {layer} uses what layer {source} computed ({key}: {size}); choose both")
 
     def _single(self, key: str, value: int) -> int:
         """Renumber the one layer that a key names."""

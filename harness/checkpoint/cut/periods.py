@@ -15,7 +15,7 @@ from typing import Any
 from harness.checkpoint.cut.layers import spelt
 from harness.checkpoint.names import tower
 
-_PERIOD = re.compile(r"interval|freq|period|pattern|(layer|sparse)_step$|every|layers_per_")
+_PERIOD = re.compile(r"interval|freq|period|pattern|(layer|sparse)_step$|every|layers_per_|share_factor$")
 _NOT = re.compile(r"rope_(theta|scaling|parameters|base|freq)|time_step|theta|base_freq|local_freq|max_period")
 
 
