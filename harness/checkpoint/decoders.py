@@ -14,6 +14,7 @@ dialect of 8-bit floats (bias one more, no infinities, byte 0x80 the only NaN); 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 
@@ -272,6 +273,8 @@ def decode_nvfp4(
     blocks = ceil_div(shape[-1], NVFP4_BLOCK)
     expect_shape((*shape[:-1], blocks), scale, "one FP8 scale for each 16 elements")
     overall = global_scale.to(torch.float32)
+    if overall.numel() not in (1, math.prod(shape[:-2])):
+        raise CheckpointError(f"expected one global scale, or one a matrix, found {list(global_scale.shape)}")
     overall = overall.reshape(()) if overall.numel() == 1 else overall.reshape(*shape[:-2], 1, 1)
     local = scale.to(torch.float32)
     local = _rows(local / overall if divisor else local * overall)

@@ -6,6 +6,7 @@ looks quantised and has no scale is refused: a missing scale is never taken as 1
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 from harness.checkpoint import decoders as dec
@@ -183,7 +184,8 @@ def _packed(folder: Folder, name: str, ref: TensorRef) -> Logical:
         problem = problem or f"packed codes of dtype {ref.dtype}"
     return Logical(
         name=base, format=kind, parts=parts, shape=shape, dtype=ref.dtype,
-        extra=extras_of(base_of(name), folder), problem=problem or _scale_fit(kind, scale, shape),
+        extra=extras_of(base_of(name), folder),
+        problem=problem or _scale_fit(kind, scale, shape) or _global_fit(tensors, parts, shape),
     )  # fmt: skip
 
 
@@ -206,7 +208,7 @@ def _four_bit(folder: Folder, name: str, ref: TensorRef) -> Logical:
             problem = f"packed bytes with scales of dtype {scale.dtype}"
     return Logical(
         name=name, format=kind, parts=parts, shape=shape, dtype=ref.dtype, extra=extras_of(base_of(name), folder),
-        problem=problem or _scale_fit(kind, scale, shape),
+        problem=problem or _scale_fit(kind, scale, shape) or _global_fit(tensors, parts, shape),
     )  # fmt: skip
 
 
@@ -226,3 +228,11 @@ def _scale_fit(kind: str, scale: TensorRef | None, shape: tuple[int, ...]) -> st
         return ""
     expected = (*shape[:-1], -(-shape[-1] // _WIDTH[kind]))
     return "" if scale.shape == expected else f"scales of shape {list(scale.shape)} where {list(expected)} are needed"
+
+
+def _global_fit(tensors: Mapping[str, TensorRef], parts: Mapping[str, str], shape: tuple[int, ...]) -> str:
+    """Hold the second scale against the matrices that it is for: one for all, or one for each."""
+    ref = tensors[parts["global"]] if "global" in parts else None
+    if ref is None or (ref.dtype in FLOATS and ref.numel in (1, prod(shape[:-2]))):
+        return ""
+    return f"a global scale {ref.dtype} {list(ref.shape)} where one number, or one a matrix, is needed"

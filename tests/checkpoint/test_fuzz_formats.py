@@ -8,14 +8,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from harness.checkpoint import open_checkpoint
+from harness.checkpoint import format_problems, open_checkpoint
 from harness.checkpoint.inspect import inspect
 from harness.checkpoint.layout import Layout
 from harness.checkpoint.scan import content_facts
 from harness.errors import CheckpointError
-from harness.faults.disk.files import BITS, INDEX, shard_bytes
+from harness.faults.disk.files import BITS, INDEX, shard_bytes, stored
 from harness.faults.disk.writers import FORMATS, write
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -88,7 +89,7 @@ def set_at(value, path: list[int], leaf) -> None:
         key = keys[path[0] % len(keys)]
         path = path[1:]
         if not path or not isinstance(at[key], (dict, list)) or not at[key]:
-            at[key] = leaf
+            at[key] = copy.deepcopy(leaf)
             return
         at = at[key]
 
@@ -196,3 +197,16 @@ def test_numbers_that_are_none(right, tmp_path, word):
         look(put(tmp_path / "x", files["fp8_block"], config=text.replace(f'"{key}": {value}', f'"{key}": {word}')))
     index = '{"metadata": {"total_size": ' + word + '}, "weight_map": {"a": "model.safetensors"}}'
     look(put(tmp_path / "x", files["fp8_block"], index=index))
+
+
+@pytest.mark.parametrize("name", ["nvfp4_modelopt", "nvfp4_packed"])
+def test_a_global_scale_of_two_numbers(right, tmp_path, name):
+    """Found by the fuzzer: a second scale of more numbers than matrices is refused from headers, and not decoded."""
+    files = right.files[name].copy()
+    weight = next(w for w in files.weights.values() if "global" in w.parts and ".3." in w.name)
+    value = files.get(weight.parts["global"])
+    files.put(weight.parts["global"], stored("F32", np.repeat(value.array("<f4").reshape(-1), 2)))
+    folder = put(tmp_path / "x", files)
+    (problem,) = [p for p in format_problems(open_checkpoint(folder)) if p.name == weight.name]
+    assert "global scale" in problem.found
+    look(folder, content=True)
