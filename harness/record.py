@@ -107,7 +107,8 @@ class Session:
         failure = _unopened(run, self.open(setup))
         if failure is None:
             words = {"do": "run", **asked.words(), "provenance": self.provenance}
-            answer = self._ask(words, run.id, self.watchdog.run_s)
+            loads = 3 * self.watchdog.load_s if run.kind == "conversion" else 0.0  # it loads twice, and reads all
+            answer = self._ask(words, run.id, max(loads, self.watchdog.run_s))
             failure = answer if isinstance(answer, Failure) else None
         if failure is not None:
             save_failure(out, failure)
