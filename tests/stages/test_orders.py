@@ -39,7 +39,7 @@ RIGHT = order(*by_turns())
     (order(*[expert(e, p) for p in ("gate", "up") for e in EXPERTS]), "all of one before the other"),
     (order(*by_turns([0, 1, 1, 3, 4, 5])), "experts.1.gate_proj.weight in the place of"),
     (order(*by_turns(), rows=4), "another rank's slice"),
-], ids="right two shifted mixed parts one axes woven apart twice cut".split())  # fmt: skip
+], ids=["right", "two", "shifted", "mixed", "parts", "one", "axes", "woven", "apart", "twice", "cut"])  # fmt: skip
 def test_what_changed_places_is_told(found, words):
     """Experts, projections, axes, turns and slices in another order than the reference's have words of their own."""
     said = exchanged_words(found, RIGHT)
