@@ -21,19 +21,24 @@ def pattern(outcomes: Sequence[Outcome], bad: Callable[[Case], bool]) -> str:
         return ""
     usual = outcomes[0].case.content
     words = [
-        _content(wrong, right, usual), _form(wrong, right), _band(_usual(wrong, usual), _usual(right, usual), bad),
+        _special(wrong, right, usual), _form(wrong, right), _band(_usual(wrong, usual), _usual(right, usual), bad),
         _places(wrong),
     ]  # fmt: skip
     found = [w for w in words if w]
-    return "; ".join(dict.fromkeys(found)) or ("in every case" if not right else "")
+    return "; ".join(dict.fromkeys(found)) or _spared(wrong, right)
 
 
-def _content(wrong: Sequence[Outcome], right: Sequence[Outcome], usual: str) -> str:
+def _spared(wrong: Sequence[Outcome], right: Sequence[Outcome]) -> str:
+    """Return what is right, where the usual input is wrong and nothing else is in common."""
+    if not right:
+        return "in every case"
+    spared = sorted({o.case.content for o in right} - {o.case.content for o in wrong} - {"empty"})
+    return f"right for {', '.join(spared)}" if spared else ""
+
+
+def _special(wrong: Sequence[Outcome], right: Sequence[Outcome], usual: str) -> str:
     contents = {o.case.content for o in wrong}
-    if usual in contents:
-        spared = {o.case.content for o in right} - contents - {"empty"}
-        return f"right for {', '.join(sorted(spared))}" if spared and len(contents) > 1 else ""
-    if not any(o.case.content == usual for o in right):
+    if usual in contents or not any(o.case.content == usual for o in right):
         return ""
     return f"only for inputs that are special: {', '.join(sorted(contents))}"
 

@@ -23,8 +23,10 @@ COMPOSITE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd", "Composit
 def served(operator: str, device: str) -> str:
     """Return who computes a torch operator on a device: library, composite (of others), host (the CPU), custom."""
     key = torch._C._dispatch_key_for_device(device)
+    if operator.partition("::")[0] not in BUILT_IN:
+        return "custom"
     if torch._C._dispatch_has_kernel_for_dispatch_key(operator, key):
-        return "library" if operator.partition("::")[0] in BUILT_IN else "custom"
+        return "library"
     if any(torch._C._dispatch_has_kernel_for_dispatch_key(operator, c) for c in COMPOSITE):
         return "library" if device == "cpu" else "composite"
     if device != "cpu" and torch._C._dispatch_has_backend_fallback(torch._C._dispatch_key_parse(key)):
@@ -108,8 +110,10 @@ def _patched_functions(module: ModuleType) -> list[dict[str, str]]:
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             continue
         live = getattr(module, node.name, None)
-        by = getattr(live, "__module__", "") or ""
-        if live is not None and by and by.partition(".")[0] != module.__name__.partition(".")[0]:
+        if not (inspect.isfunction(live) or inspect.isclass(live)):
+            continue  # a decorator made an object of it
+        by = live.__module__ or ""
+        if by and by.partition(".")[0] != module.__name__.partition(".")[0]:
             name = f"{module.__name__}.{node.name}"
             found.append({"what": node.name, "instead_of": name, "by": f"{by}.{node.name}", "how": "patched"})
     return found

@@ -16,6 +16,8 @@ from harness.types import Layout, Status
 
 TEMPLATES = Path(__file__).with_name("templates")
 STACK_LINES = 40
+_TOLD_APART = ("failures", "traceback", "operators")
+"""Facts of a stage that have a section of their own."""
 
 
 def stage_page(results: Results, stage: StageReport) -> str:
@@ -30,7 +32,7 @@ def stage_page(results: Results, stage: StageReport) -> str:
         skipped=_skipped(stage),
         reproduce=reproduce_lines(results, stage),
         failures=_failures(stage),
-        facts=rows_of({k: v for k, v in stage.facts.items() if k not in ("failures", "traceback")}),
+        facts=rows_of({k: v for k, v in stage.facts.items() if k not in _TOLD_APART}),
         **_shared(results),
     )
 

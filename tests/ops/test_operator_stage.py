@@ -1,0 +1,104 @@
+"""What the suite shows becomes measurements of the startup stage, judged by its checklist, told in findings."""
+
+from __future__ import annotations
+
+import datetime
+import json
+
+import broken
+import pytest
+import torch
+
+from harness import gate
+from harness.adapter import Inputs, Operator
+from harness.checklist import load_checklists
+from harness.diagnose import explain
+from harness.ops.facts import operator_facts
+from harness.ops.runtime import runtime_facts
+from harness.stages.operators import OPERATOR_METRICS, coverage_facts, operators_of
+from harness.types import Case, Run, Scope, Setup, Status
+
+RUN = Run(id="startup/operators", stage="startup", kind="operators")
+CASE = Case(id="few", token_ids=(1, 2, 3))
+
+
+class Port:
+    """A model of one product, with operators of its own."""
+
+    name, scope = "port", Scope()
+
+    def __init__(self, fails: str = "", **table):
+        self.fails, self.table = fails, table
+
+    def operators(self):
+        return self.table
+
+    def prepare(self, case, record):
+        return Inputs(token_ids=torch.tensor([case.token_ids]))
+
+    def forward(self, inputs, record):
+        if self.fails:
+            raise RuntimeError(self.fails)
+        return inputs.token_ids.float() @ torch.ones(3, 2)
+
+
+def facts_of(port):
+    setup = Setup(side="accel", role="accel", adapter="x")
+    with torch.no_grad():
+        return json.loads(json.dumps(operator_facts(port, setup, CASE, {}, lambda _: None), allow_nan=False))
+
+
+def judged(facts):
+    criteria = load_checklists().by_stage["startup"]
+    mine = [c for c in criteria if c.metric in OPERATOR_METRICS]
+    found = operators_of(RUN, facts)
+    verdicts, unjudged = gate.judge(
+        criteria=mine, measurements=found, in_scope=lambda _: "", today=datetime.date(2026, 1, 1)
+    )
+    assert unjudged == []
+    findings = explain(gate.breaking(verdicts, found), modules={}, reproduce="")
+    return {v.criterion.id: v.status for v in verdicts}, findings
+
+
+def test_a_port_whose_operators_are_right_passes():
+    """Only what the model uses is judged, everything promised is measured, and the table says who serves it."""
+    facts = facts_of(Port(softmax=Operator(call=torch.softmax, level="compiled"), mla="custom"))
+    statuses, findings = judged(facts)
+    assert set(statuses.values()) == {Status.PASSED}
+    assert findings == []
+    assert {r["family"] for r in facts["results"] if not r["own"]} <= {"matrix", "copies", "places"}
+    table = coverage_facts(facts)
+    assert table["own"] == {"softmax": "compiled", "mla": "custom"}
+    assert not table["decode_counted"]
+    assert "plain CPU" in table["runtime"]["not_applicable"]
+
+
+@pytest.mark.parametrize(("name", "call", "criterion", "words"), [
+    ("softmax", broken.softmax_wrong_in_a_band, "startup.operators", "widths 1025..2048"),
+    ("topk", broken.topk_with_a_wrong_last, "startup.operators.indices", "the last index of a row"),
+    ("softmax", broken.softmax_that_swallows_nan, "startup.operators.nonfinite", "special: masked, nonfinite"),
+    ("copy", broken.copy_that_clobbers, "startup.operators.neighbours", "beside the output were overwritten"),
+    ("silu", lambda x: x.copy_(torch.nn.functional.silu(x)), "startup.operators.inputs", "memory were changed"),
+])  # fmt: skip
+def test_a_broken_operator_fails_its_criterion_and_is_named(name, call, criterion, words):
+    """The criterion that it breaks fails, and the first finding names the operator and what its wrong cases share."""
+    statuses, findings = judged(facts_of(Port(**{name: Operator(call=call, level="triton")})))
+    assert statuses[criterion] is Status.FAILED
+    assert findings[0].tap == f"operators.{name}"
+    told = " ".join((findings[0].cause, findings[0].message, *findings[0].evidence))
+    assert words in told
+
+
+def test_a_model_that_raises_does_not_hide_its_operators():
+    """Where the model cannot be run, every family is tested, and what it raised is told beside the table."""
+    facts = facts_of(Port(fails="no such kernel"))
+    assert facts["failed"] == "RuntimeError: no such kernel"
+    assert {"attention", "matrix"} <= {r["family"] for r in facts["results"]}
+    assert set(judged(facts)[0].values()) == {Status.PASSED}
+
+
+def test_the_runtime_of_a_plain_cpu_is_not_tested():
+    """On a plain CPU nothing of a device's runtime is asked, and the report says so."""
+    found = runtime_facts("cpu")
+    assert found["checks"] == {}
+    assert "plain CPU" in found["not_applicable"]
