@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from harness.faults.catalogue import Pending
 
-_FORMATS = "needs a quantised checkpoint on disk; the built-in port's own tests cover it"
 _SERVICE = "needs a text front end or an endpoint"
 _RANKS = "needs several ranks"
 
 PENDING = tuple(
     Pending(id=id, says=says, why=why)
     for id, says, why in (
-        ("LD13", "group scales read row by row, zero points with the wrong sign", _FORMATS),
         ("ST01", "a second BOS from template and tokenizer", _SERVICE),
         ("ST03", "a reserved token that the tokenizer splits", _SERVICE),
         ("ST04", "characters of several tokens lost in streams", _SERVICE),
@@ -34,8 +32,6 @@ PENDING = tuple(
         ("MC18", "partial attention of ranks merged without its sum", _RANKS),
         ("BN19", "a request computed again after preemption", _SERVICE),
         ("BN21", "other samples from the same seed", "needs a sampler"),
-        ("BN23", "a tied head that is not in the file", _FORMATS),
-        ("BN24", "keys of modules that are stored elsewhere", _FORMATS),
         ("BN27", "a reference with rotary tables in bf16", "needs a faulty reference"),
         ("BN28", "pictures resized by another library", "needs pictures that are resized"),
         ("BN29", "another number of cache blocks at the second start", _SERVICE),

@@ -318,6 +318,16 @@ def zero_points_added(files: Files) -> tuple[Loaded, list[str]]:
     return _one(files, quantised(files, "zero"), zero=lambda z: -z)
 
 
+@mistake("zero|scale")
+def groups_read_by_rows(files: Files) -> tuple[Loaded, list[str]]:
+    """Scales of groups are read row by row, and zero points are added: LD13 of the catalogue of real faults."""
+
+    def scale(value: Array, *_: Any) -> Array:
+        return value.reshape(-1).reshape(value.shape[::-1]).T
+
+    return _one(files, quantised(files, "zero"), scale=scale, zero=lambda z: -z)
+
+
 @mistake("offset|zero|8")
 def offset_of_integers_left_out(files: Files) -> tuple[Loaded, list[str]]:
     """Packed integers are read without taking away the 8 that was added."""
