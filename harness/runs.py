@@ -27,7 +27,8 @@ from harness.types import Facts, Run, Setup, Trace
 class Bench:
     """An opened adapter and what its runs may need: where the checkpoint is, what loading observed, whom to tell.
 
-    `copied` makes the copies that a recorder keeps, where they shall not lie in memory.
+    `copied` makes the copies that a recorder keeps, where they shall not lie in memory. `folder` is for what a run
+    leaves beside its trace.
     """
 
     adapter: Adapter
@@ -36,6 +37,7 @@ class Bench:
     load_facts: Facts
     beat: Callable[[str], None]
     copied: Callable[[Tensor], Tensor] | None = None
+    folder: Path = Path()
 
 
 def execute(bench: Bench, run: Run, *, pins: Pins | None, expected: Trace | None) -> Trace:
@@ -59,6 +61,7 @@ def execute(bench: Bench, run: Run, *, pins: Pins | None, expected: Trace | None
         "serve": _serve,
         "search": _search,
         "operators": _operators,
+        "shadow": _shadow,
     }
     if run.kind not in kinds:
         raise PortError(f"expected a run of kind {', '.join(sorted(kinds))}, found {run.kind!r} in {run.id}")
@@ -273,6 +276,14 @@ def _operators(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace 
     if run.case is None:
         raise PortError(f"expected a case in run {run.id}, found none")
     return operator_facts(bench.adapter, bench.setup, run.case, run.options, bench.beat)
+
+
+def _shadow(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | None) -> Facts:
+    from harness.shadow.facts import shadow_facts
+
+    if run.case is None:
+        raise PortError(f"expected a case in run {run.id}, found none")
+    return shadow_facts(bench.adapter, bench.setup, run.case, run.options, bench.folder, bench.beat)
 
 
 def _search(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | None) -> Facts:

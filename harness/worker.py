@@ -120,6 +120,7 @@ class Side:
             checkpoint=Path(request["checkpoint"]),
             load_facts=facts,
             beat=self.beat,
+            folder=self.folder / "shadow",
             copied=self._spool() if "streamed" in capabilities(self.adapter) else None,
         )
         self.benches = [self.bench]
