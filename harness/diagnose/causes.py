@@ -38,7 +38,7 @@ DIRECT = {
     "table_mismatches": "a table that the port computes for itself (rotary frequencies) has other values",
     "suspect_reference": "the reference itself looks wrong here: settle it before believing what differs from it",
     "undeclared_precision_share": "the weights are held in another precision than the port declares",
-    "conversion_mismatches": "what a conversion on line gives depends on what its workspace held before: not all is written",
+    "conversion_mismatches": "what a conversion on line gives depends on what its workspace held: not all is written",
     "conversion_peak_over_promise": "converting on line holds more than what stays, one workspace and one layer",
     "packed_originals_kept": "packed originals stay in memory beside what they became",
     "unexplained_buffers": "a buffer that neither the checkpoint nor a rule explains, and that the reference has not",
