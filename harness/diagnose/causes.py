@@ -22,7 +22,7 @@ FOREMOST = frozenset({"index_problems", "undecodable_tensors", "content_problems
 """Metrics of the checkpoint alone: what they find was wrong before the port did anything, a crash included."""
 
 DIRECT = {
-    "index_problems": "the checkpoint's index and its shards do not agree: a shard is missing, short, or named wrongly",
+    "index_problems": "index, shards, configuration and sibling tensors of the checkpoint do not agree: fetch it again",
     "content_problems": "the file itself is damaged, or is not the one that was published: fetch it again",
     "content_suspicions": "the file holds a matrix unlike its siblings: look at how it was exported",
     "unconvertible_blocks": "blocks whose scales are too far apart for FP8 with one scale for each 128x128",

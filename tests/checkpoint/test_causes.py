@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_files import write
@@ -11,6 +12,7 @@ from quantised_weights import weights
 
 from harness.checkpoint import decode, logical_tensors, open_checkpoint
 from harness.checkpoint.causes import causes_of, stored_weight
+from harness.checkpoint.causes.permuted import order_words
 from harness.checkpoint.formats import decode_parts
 
 DRAW = torch.Generator().manual_seed(3)
@@ -214,3 +216,10 @@ def test_a_part_and_a_single_bit():
     held = RIGHT.clone()
     held[3, 5] += 0.37
     assert causes_of(held=held, expected=RIGHT) is None
+
+
+def test_rows_in_their_places_are_no_shift():
+    """Rows of which one is no row of the checkpoint, and all others lie where they belong, are not called shifted."""
+    places = np.arange(100)
+    places[7] = -1
+    assert order_words(places) == ""

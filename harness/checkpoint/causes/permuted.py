@@ -26,7 +26,8 @@ def order_words(source: Ints, what: str = "rows") -> str:
     `source[i]` is the row that stands at i, -1 for a row that is none of them.
     """
     count, known = len(source), source >= 0
-    if count < 2 or known.sum() * 10 < 9 * count or bool((source == np.arange(count)).all()):
+    in_place = (source == np.arange(count)) | ~known
+    if count < 2 or known.sum() * 10 < 9 * count or bool(in_place.all()):
         return ""
     if known.all() and len(np.unique(source)) == count:
         return _bijection(source, what)
