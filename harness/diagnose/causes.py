@@ -51,7 +51,7 @@ DIRECT = {
     "op_error_ratio": "an operator alone is further off than its roundings allow: the kernel, not the model",
     "op_wrong_indices": "an operator alone chooses or writes the wrong places",
     "op_nonfinite_mismatches": "an operator alone swallows or makes NaN or infinity: masks, overflow, or a missing max",
-    "op_neighbours_changed": "an operator writes outside of its output: strides, offset, or a tail block without a mask",
+    "op_neighbours_changed": "an operator writes outside of its output: strides, offset, or a tail without a mask",
     "op_inputs_changed": "an operator changes what it was only given to read: it works in place",
     "op_not_repeatable": "the same call twice gives other bits: sums left to chance, or memory never written",
     "op_contract_failures": "a custom operator breaks its own contract: schema, fake kernel, or aliasing",
