@@ -49,14 +49,18 @@ def run(
             rows += _shelf(Shelf(name, Path(scratch), seed), chosen, beside, say) if chosen else []
             port = PortShelf(name, Path(scratch), seed) if wrong else None
             rows += [port.row(m) for m in wrong] if port is not None else []
-    about = {"seed": seed, "formats": names}
+            _write(rows, out, json_file, {"seed": seed, "formats": names})
+    return rows, EXIT_REFUSED if failed(rows) else 0
+
+
+def _write(rows: Sequence[DiskRow], out: Path | None, json_file: Path | None, about: Mapping[str, object]) -> None:
+    """Write what is known so far, where it is wanted."""
     if json_file is not None:
         json_file.write_text(as_data(rows, **about))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "prove-checkpoints.json").write_text(as_data(rows, **about))
         (out / "prove-checkpoints.md").write_text(markdown(rows))
-    return rows, EXIT_REFUSED if failed(rows) else 0
 
 
 def _shelf(shelf: Shelf, chosen: Sequence[Damage], beside: bool, say: Callable[[str], None]) -> list[DiskRow]:
