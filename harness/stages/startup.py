@@ -13,6 +13,7 @@ from harness.adapters.smoke import CHECKS
 from harness.cases import seeded_ids, special_strings, text_case
 from harness.stages import StageContext, StageView, loss, measured
 from harness.stages.operators import OPERATOR_METRICS, coverage_facts, operators_of
+from harness.stages.shadowed import SHADOW_METRICS, shadow_runs, shadowed
 from harness.types import Failure, Measurement, Run, Trace
 
 NAME = "startup"
@@ -59,7 +60,7 @@ def plan(context: StageContext) -> list[Run]:
         alone = Run(
             id=OPERATORS, stage=NAME, kind="operators", case=case, observe=False, options={"full": context.full}
         )
-        runs.insert(0, alone)
+        runs = [alone, *shadow_runs(context), *runs]
     if "chat" in context.capabilities:
         specials = special_strings(info)[:_SPECIALS]
         texts = (*TEXTS, *(f"before{s}after" for s in specials), "".join(specials)) if specials else TEXTS
@@ -90,6 +91,8 @@ def measure(view: StageView) -> list[Measurement]:
             found += _ready(run, accel.facts)
         elif run.kind == "operators":
             found += operators_of(run, accel.facts)
+        elif run.kind == "shadow":
+            found += shadowed(run, accel.facts)
         elif run.kind == "chat":
             oracle = view.trace("oracle", run.id)
             if isinstance(oracle, Trace):
@@ -112,6 +115,7 @@ def facts(view: StageView) -> dict[str, Any]:
 
 _PROMISED = {
     "operators": OPERATOR_METRICS,
+    "shadow": SHADOW_METRICS,
     "generate": ("ready_tokens",),
     "chat": ("tokenizer_mismatches", "template_mismatches", "eos_mismatches"),
     "concurrent": ("concurrency_mismatches",),
