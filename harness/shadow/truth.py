@@ -37,10 +37,16 @@ ROWS = frozenset({
     "rms_norm", "logcumsumexp",
 })  # fmt: skip
 """Operators that reduce rows and give rows."""
+NORMS = frozenset({
+    "native_layer_norm", "_fused_rms_norm", "rms_norm", "native_group_norm", "native_batch_norm", "linalg_vector_norm",
+})  # fmt: skip
+"""Formulas of several steps whose values between may be rounded to the dtype of the result."""
 DRAWS = (1, 2)
 ULPS = 1.0
 ROUNDINGS = 4.0
 """Roundings of one element's own formula, in epsilons of the precision computed in."""
+NORM_ULPS = 4.0
+"""Ulps of a row's root mean square that roundings between the steps of a norm may make."""
 HONEST = 4.0
 """What the CPU itself is off by beyond one ulp in the port's precision, in the same row, counts this often."""
 
@@ -96,7 +102,8 @@ def judge(func: Any, args: Any, kwargs: Any, outputs: Sequence[Held]) -> list[Ju
     for number, (actual, close) in enumerate(zip(given, rounded, strict=True)):
         if close:
             swing = [m[number] for m in moved]
-            found.append(_close(actual, wide[number], swing, length, native[number]))
+            steps = NORM_ULPS if name in NORMS else 0.0
+            found.append(_close(actual, wide[number], swing, length, native[number], steps))
         else:
             found.append(_equal(actual, native[number]))
     return found
@@ -169,7 +176,9 @@ def _ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.full_like(value, info.eps), exponent)
 
 
-def _close(actual: Tensor, wanted: Tensor, swing: Sequence[Tensor], length: float, native: Tensor) -> Judged:
+def _close(
+    actual: Tensor, wanted: Tensor, swing: Sequence[Tensor], length: float, native: Tensor, steps: float
+) -> Judged:
     """Hold a rounded output against float64 and its budget."""
     got, want = actual.double(), wanted.double()
     want = torch.where(torch.isinf(want.to(actual.dtype).double()), want.to(actual.dtype).double(), want)
@@ -186,6 +195,9 @@ def _close(actual: Tensor, wanted: Tensor, swing: Sequence[Tensor], length: floa
     within = torch.float64 if actual.dtype is torch.float64 else torch.float32
     inner = (ROUNDINGS + math.sqrt(length)) * torch.finfo(within).eps / torch.finfo(actual.dtype).eps
     budget = (ULPS + inner) * ulp + (ROUNDINGS + length) * moved + HONEST * honest
+    if steps and want.dim():
+        row = want.nan_to_num(0.0, 0.0, 0.0).square().mean(-1, keepdim=True).sqrt()
+        budget = budget + steps * _ulp(row, actual.dtype)
     share = (error / budget).flatten()
     wrong, count = int(odd.sum()), actual.numel()
     if not count:
