@@ -72,7 +72,25 @@ class Side:
         try:
             return {"ok": True, "facts": actions[request["do"]](request)}
         except Exception as error:  # the side under test may raise anything; it becomes ERROR evidence
-            return _refusal(error)
+            reply = _refusal(error)
+            return {**reply, "message": reply["message"] + self._planned()} if reply["kind"] == "memory" else reply
+
+    def _planned(self) -> str:
+        """Return the plan of memory in words, to stand beside the word that it ran out."""
+        from harness.checkpoint import open_checkpoint, planned_bytes
+        from harness.errors import CheckpointError
+
+        checkpoint = getattr(self, "created", {}).get("checkpoint")
+        try:
+            needed = planned_bytes(open_checkpoint(Path(checkpoint)), self.setup.dtype) if checkpoint else 0
+        except CheckpointError:
+            return ""
+        if not needed:
+            return ""
+        return (
+            f"; planned are {needed} bytes to load it in {self.setup.dtype} on {self.setup.device}, beside caches "
+            f"and activations (day0 inspect {checkpoint} --card-gib N plans them for a card)"
+        )
 
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Open the adapter without loading weights, and say what it claims."""
