@@ -105,15 +105,21 @@ def _events(accelerator: Any, device: str) -> str:
 
 
 def _pinned(accelerator: Any, device: str) -> str:
-    """A pinned buffer that is filled again while its copy is under way gives what it held when it was copied."""
-    kept = []
+    """A copy from pinned memory holds what was there, whether the buffer is dropped or filled again after waiting."""
+    dropped, filled, buffer = [], [], torch.empty(BYTES // 4).pin_memory()
     for number in range(ROUNDS):
         pinned = torch.full((BYTES // 4,), float(number)).pin_memory()
-        kept.append(pinned.to(device, non_blocking=True))
+        dropped.append(pinned.to(device, non_blocking=True))
         del pinned  # its memory may be used for the next one only when the copy has ended
-    accelerator.synchronize()
-    wrong = [n for n, x in enumerate(kept) if not bool((x.cpu() == float(n)).all())]
-    return f"copies {wrong} hold what the pinned buffer was filled with afterwards" if wrong else ""
+    for number in range(ROUNDS):
+        buffer.fill_(float(number))
+        filled.append(buffer.to(device, non_blocking=True))
+        accelerator.synchronize()
+    for how, copies in (("dropped", dropped), ("filled again after a synchronize", filled)):
+        wrong = [n for n, x in enumerate(copies) if not bool((x.cpu() == float(n)).all())]
+        if wrong:
+            return f"copies {wrong} from a pinned buffer hold what came later: the buffer was {how}"
+    return ""
 
 
 def _out_of_memory(accelerator: Any, device: str) -> str:
