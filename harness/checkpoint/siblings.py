@@ -118,5 +118,7 @@ def _odd_layouts(checkpoint: Checkpoint, family: Family) -> Iterator[Problem]:
 
 
 def _layout(checkpoint: Checkpoint, logical: Logical) -> str:
-    one = "scale" in logical.parts and checkpoint.tensors[logical.parts["scale"]].numel == 1
-    return f"{logical.format} with one scale" if one and logical.numel > logical.shape[-1] else logical.format
+    """Return the layout of a weight; of FP8, whether one scale is all there is. Other layouts have shapes to fit."""
+    if logical.format != "fp8_channel" or logical.numel == logical.shape[-1]:
+        return logical.format
+    return "fp8_channel with one scale" if checkpoint.tensors[logical.parts["scale"]].numel == 1 else "fp8_channel"
