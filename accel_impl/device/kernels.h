@@ -138,6 +138,23 @@ at::Tensor histc(const at::Tensor& x, int64_t bins, const at::Scalar& least, con
   return rounded_to(x, at::histc(on_host(x).to(wide), bins, least, greatest));
 }
 
+// In float32, rounded once: composed of single operators it would round between them.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm(const at::Tensor& x, at::IntArrayRef sizes,
+                                                          const std::optional<at::Tensor>& weight,
+                                                          const std::optional<at::Tensor>& bias, double eps) {
+  land();
+  count_own("native_layer_norm");
+  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto widened = [&](const std::optional<at::Tensor>& given) -> std::optional<at::Tensor> {
+    if (!given || !given->defined()) return std::nullopt;
+    same_card("layer_norm", x, *given);
+    return on_host(*given).to(wide);
+  };
+  const auto [out, mean, rstd] =
+      at::native_layer_norm(on_host(x).to(wide), sizes, widened(weight), widened(bias), eps);
+  return {rounded_to(x, out), rounded_to(x, mean), rounded_to(x, rstd)};
+}
+
 // What torch asks of an out-of-tree device by a name of its own.
 at::Tensor convolution(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,

@@ -134,6 +134,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("topk", &topk);
   m.impl("cumsum", &cumsum);
   m.impl("histc", &histc);
+  m.impl("native_layer_norm", &layer_norm);
   m.impl("convolution_overrideable", &convolution);
 }
 
