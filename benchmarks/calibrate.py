@@ -23,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -67,22 +67,40 @@ def main() -> None:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="day0-calibrate-") as scratch:
         for number, (name, subject) in enumerate(_subjects(words, Path(scratch))):
-            lab = make_lab(subject, load_checklists())
-            stages = [s for s in words.stages.split(",") if s in lab.runs]
-            criteria = [c for s in stages for c in lab.checklists.by_stage[s] if not c.metric.startswith(NOT_HERE)]
-            count = 0
-            for label, measurements in honest(lab, Path(scratch) / f"runs-{number}", number, words.share, stages):
-                take(tallies, criteria, f"{name} {label}", measurements)
-                count += 1
-            lab.close()
+            count = sum(_counted(tallies, lab, name, Path(scratch) / f"runs-{number}", number, words)
+                        for lab in _labs(subject, number, words.share))  # fmt: skip
             print(f"{name}: {count} honest runs, {time.perf_counter() - begin:.0f} s", flush=True)
+            if words.json:
+                words.json.write_text(json.dumps({k: asdict(t) for k, t in tallies.items()}, indent=1))
     print(table(tallies))
-    if words.json:
-        rows = {k: {"runs": t.runs, "broken": t.broken, "used": t.used, "worst": t.worst} for k, t in tallies.items()}
-        words.json.write_text(json.dumps(rows, indent=1))
     if words.write:
         about = f"{words.seeds} seeds of {words.architectures.replace(',', ', ')}"
         write(words.write, tallies, "own model" if words.model else about)
+
+
+def _labs(subject: Subject, number: int, share: int) -> Iterator[Lab]:
+    """Yield a subject as it is and, in one of `share`, as a port that declares each of the catalogue's formats."""
+    said = {tuple(sorted(row.declares.items())) for row in TABLE.of("benign", "module").values()}
+    for declares in sorted(said):
+        if not declares or number % share == 0:
+            lab = make_lab(replace(subject, precision=dict(declares)), load_checklists())
+            try:
+                yield lab
+            finally:
+                lab.close()
+
+
+def _counted(
+    tallies: dict[str, Tally], lab: Lab, name: str, scratch: Path, number: int, words: argparse.Namespace
+) -> int:
+    """Count the honest ports of one lab, and return how many there were."""
+    stages = [s for s in words.stages.split(",") if s in lab.runs]
+    criteria = [c for s in stages for c in lab.checklists.by_stage[s] if not c.metric.startswith(NOT_HERE)]
+    count = 0
+    for label, measurements in honest(lab, scratch, number, words.share, stages):
+        take(tallies, criteria, f"{name} {label}", measurements)
+        count += 1
+    return count
 
 
 def _words() -> argparse.Namespace:
@@ -115,11 +133,13 @@ def _subjects(words: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, S
 def honest(
     lab: Lab, scratch: Path, number: int, share: int, stages: Sequence[str]
 ) -> Iterator[tuple[str, list[Measurement]]]:
-    """Yield the measurements of a subject's honest ports, by label: one in `share` of them, by turns."""
-    turn = 0
-    for label, record in _ways(lab, scratch, stages):
-        turn += 1
-        if (turn + number) % share:
+    """Yield the measurements of a subject's honest ports, by label: one in `share` of them, by turns.
+
+    Ports that declare a format are few, and each of them is taken.
+    """
+    declared = dict(lab.subject.precision)
+    for turn, (label, record) in enumerate(_ways(lab, scratch, stages), start=1):
+        if (turn + number) % share and not declared:
             continue
         try:
             yield label, measured(lab, record(), stages)
@@ -130,7 +150,10 @@ def honest(
 def _ways(lab: Lab, scratch: Path, stages: Sequence[str]) -> Iterator[tuple[str, Callable[[], Traces]]]:
     """Yield every honest port of a subject as a label and a function that records it."""
     for injection in TABLE.of("benign", "module").values():
-        yield injection.name, partial(_injected, lab, injection, stages)
+        if dict(injection.declares) == dict(lab.subject.precision):
+            yield injection.name, partial(_injected, lab, injection, stages)
+    if lab.subject.precision:
+        return
     base = lab.subject.reference.partition("?")[0]
     for label, query in OPTIONS.items():
         if "experts" not in query or lab.context.info.experts:

@@ -96,6 +96,8 @@ def cache_scale_frozen(parts: Parts) -> Places:
     box: dict[str, float] = {}
 
     def wrong(value: Tensor, name: str) -> Tensor:
+        if not value.numel():
+            return value
         top = box.setdefault(name, float(value[..., :1, :].float().abs().amax()) / 2)
         if top <= 0:
             raise NoPlace("this cache holds nothing for the first token")
