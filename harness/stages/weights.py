@@ -141,9 +141,9 @@ def _one_weight(run: Run, w: Mapping[str, Any], reference: Reference, order: int
         return measured(NAME, run, metric, value, w["name"], order=order, detail=detail)
 
     if w["nonfinite"]:
-        own = w["match"] in ("named", "raw") and not w["mismatches"]
-        whose = "; the checkpoint itself holds them" if own else ""
-        yield one("nonfinite_weights", w["nonfinite"], f"{w['nonfinite']} elements are NaN or infinite{whose}")
+        own = w["match"] in ("named", "raw", "content") and not w["unmatched"]
+        pattern = "what the checkpoint's own bytes give: the file is damaged, or was written so" if own else ""
+        yield one("nonfinite_weights", w["nonfinite"], f"{w['nonfinite']} elements are NaN or infinite", pattern)
     if w["narrowed"]:
         yield one("narrowed_parameters", 1.0, f"stored in float32 as an exception, held in {w['dtype']}")
     if w["computed"] and w["match"] == "derived":

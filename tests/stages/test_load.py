@@ -18,12 +18,14 @@ from harness.cases import ModelInfo
 from harness.checklist import load_checklists
 from harness.checkpoint import audit_facts, checkpoint_facts, decode, logical_tensors, open_checkpoint
 from harness.checkpoint.scan import content_facts
+from harness.diagnose import diagnose
 from harness.gate import judge, stage_status
 from harness.stages import StageContext, StageView, load
 from harness.stages.tables import tables_of
 from harness.types import Failure, Scope, Setup, Status, Trace
 
 HIDDEN, VOCAB, EXPERTS = 24, 31, 5
+CRITERION = next(c for c in load_checklists().by_stage["load"] if c.metric == "nonfinite_weights")
 CONFIG = {
     "num_hidden_layers": 2,
     "tie_word_embeddings": False,
@@ -340,6 +342,21 @@ def test_ld17_nan_for_zero(folder, actual, expected):
     status, bad, subjects = judged(traces(folder, actual, expected))
     assert (status, bad) == (Status.FAILED, {"load.values", "load.finite"})
     assert subjects["load.finite"] == name
+
+
+def test_what_is_no_number_in_the_file_is_the_files(tmp_path):
+    """A reserved scale byte gives NaN in memory too: the finding says that the file holds it, not that a loader did."""
+    tensors = stored()
+    tensors["layers.1.experts.2.down_proj.weight_scale"][3, 0] = 255
+    folder = write(tmp_path / "reserved", tensors)
+    found = traces(folder, loaded(folder, torch.bfloat16), loaded(folder, torch.float32))
+    ctx = context()
+    view = StageView(context=ctx, runs=load.plan(ctx), trace=lambda role, run: found.get((role, run)))
+    (told,) = [m for m in load.measure(view) if m.metric == "nonfinite_weights"]
+    assert told.subject == "layers.1.experts.down_proj"
+    (finding,) = diagnose([(CRITERION, told)], lambda role, run: None, floors=(), modules={}, reproduce="")
+    assert "the checkpoint's own bytes" in finding.cause
+    assert {"load.finite", "load.content"} <= judged(found)[1]
 
 
 GATE_UP = {
