@@ -187,6 +187,7 @@ class ScopeSection(_Section):
         given["unobservable"] = {**scope.unobservable, **self.unobservable}
         claimed = set(self.precisions or ())
         given["off"] = {k: v for k, v in {**scope.off, **self.off}.items() if k not in claimed}
+        given.setdefault("precisions", tuple(p for p in scope.precisions if p not in given["off"]))
         return dataclasses.replace(scope, **given)
 
 

@@ -227,6 +227,13 @@ def test_a_precision_that_the_user_claims_is_in_scope():
     assert dict(scope.off) == {"image": "no tower"}
 
 
+def test_a_precision_that_the_user_switches_off_is_not_run():
+    """`off` with a reason takes a claim of the port back; another precision's claim stays."""
+    port = Scope(precisions=("float32", "float64"))
+    scope = load_config(sets=['scope.off.float32="too large"']).scope.apply(port)
+    assert (scope.precisions, scope.off["float32"]) == (("float64",), "too large")
+
+
 def test_a_port_has_one_digest_however_its_path_is_spelt(tmp_path):
     """A relative and an absolute path to the same port give equal digests; another port gives another."""
     near = load_config(sets=["accel.spec=port.py:make"])
