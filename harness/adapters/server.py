@@ -28,6 +28,8 @@ from harness.types import Case, Facts, Scope, Setup
 BLACK_BOX = "an endpoint is a black box: it shows text, not tensors"
 READY_TIMEOUT_S = 600.0
 _TAIL_LINES = 20
+HIDDEN = ("image", "multi_card", "phases", "weights", "chat", "decisions", "replay", "operators")
+"""What an endpoint does not show."""
 
 
 def openai(url: str) -> EndpointAdapter:
@@ -51,7 +53,7 @@ class EndpointAdapter:
             replay=False,
             serves=True,
             unobservable={"*": BLACK_BOX},
-            off=dict.fromkeys(("image", "multi_card", "phases", "weights", "chat", "decisions", "replay", "operators"), BLACK_BOX),
+            off=dict.fromkeys(HIDDEN, BLACK_BOX),
         )
         self.client: Client | None = None
         self._tokenizer: Any = None

@@ -53,6 +53,7 @@ DIRECT = {
     "op_nonfinite_mismatches": "an operator alone swallows or makes NaN or infinity: masks, overflow, or a missing max",
     "op_neighbours_changed": "an operator writes outside of its output: strides, offset, or a tail without a mask",
     "op_inputs_changed": "an operator changes what it was only given to read: it works in place",
+    "op_refusals": "an operator declines inputs that its formula has: no kernel for their size, dtype or layout",
     "op_not_repeatable": "the same call twice gives other bits: sums left to chance, or memory never written",
     "op_contract_failures": "a custom operator breaks its own contract: schema, fake kernel, or aliasing",
     "op_host_fallbacks": "operators run on the host, with a copy there and back each time",

@@ -8,7 +8,8 @@ from typing import Any
 
 _RUN = re.compile(r'\["([^"]*)", \d+, \d+\]')
 _SURE = re.compile(
-    r"permuted|tied, though|exchanged|interleaved|shifted|reversed|another tensor than its own|in the place of|own bytes"
+    r"permuted|tied, though|exchanged|interleaved|shifted|reversed|another tensor than its own|in the place of"
+    r"|own bytes"
 )
 """Patterns that say more than the order that was found."""
 FEW = 3

@@ -39,6 +39,7 @@ METRICS: Mapping[str, str] = {
     "op_neighbours_changed": "count",
     "op_inputs_changed": "count",
     "op_not_repeatable": "count",
+    "op_refusals": "count",
     "op_contract_failures": "count",
     "op_host_fallbacks": "count",
     "runtime_problems": "count",

@@ -5,6 +5,7 @@ Everything adds up in an `Outcome`: numbers, and the first wrong element in word
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -64,7 +65,7 @@ def hold(
         if isinstance(want, Chosen):
             _chosen(outputs, want, outcome)
         elif number >= len(outputs):
-            outcome.raised = outcome.words = f"expected {len(wanted)} outputs, found {len(outputs)}"
+            outcome.error_ratio, outcome.words = math.inf, f"expected {len(wanted)} outputs, found {len(outputs)}"
         elif isinstance(want, Within):
             _within(outputs[number], want, outcome)
         else:
@@ -74,7 +75,7 @@ def hold(
 def _same_shape(actual: Tensor, shape: Sequence[int], outcome: Outcome) -> bool:
     if tuple(actual.shape) == tuple(shape):
         return True
-    outcome.raised = outcome.words = f"expected shape {list(shape)}, found {list(actual.shape)}"
+    outcome.error_ratio, outcome.words = math.inf, f"expected shape {list(shape)}, found {list(actual.shape)}"
     return False
 
 

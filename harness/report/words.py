@@ -16,6 +16,7 @@ FILES = {name: f"{i:02d}-{name.replace('_', '-')}.md" for i, name in enumerate(T
 _SELECTORS = frozenset({"level", "kind", "tap_level", "slice"})  # for criteria to select on, not a place
 _USUAL = {"phase": "prefill", "layout": "single", "precision": "declared"}
 _BAD = (Status.FAILED, Status.ERROR, Status.INCONCLUSIVE)
+_GENEROUS = ("_over_plan", "_over_promise", "op_error_ratio")
 
 
 def number(value: float | None) -> str:
@@ -76,11 +77,12 @@ def usage(verdict: Verdict) -> float:
 def worst_verdict(stage: StageReport) -> Verdict | None:
     """Return the verdict to show first: of the first finding's place, else the one that used its limit most.
 
-    Memory against a plan is shown only where it fails: a plan is generous, so how much of it was used says little.
+    Memory against a plan, and an operator against the bound of its formula, are shown only where they fail: how much of
+    them was used says little.
     """
     judged = [v for v in stage.verdicts if v.status not in (Status.SKIPPED, Status.BLOCKED)]
     bad = [v for v in judged if v.status in _BAD and v.criterion.blocking]
-    telling = [v for v in judged if v.criterion.blocking and not v.criterion.metric.endswith(("_over_plan", "_over_promise"))]
+    telling = [v for v in judged if v.criterion.blocking and not v.criterion.metric.endswith(_GENEROUS)]
     pool = bad or telling or [v for v in judged if v.criterion.blocking] or judged
     if not pool:
         return None

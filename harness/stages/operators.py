@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from harness.stages import measured
@@ -17,7 +17,7 @@ COUNTS = {
     "op_inputs_changed": "inputs_changed",
     "op_not_repeatable": "not_repeated",
 }
-OPERATOR_METRICS = ("op_error_ratio", *COUNTS, "op_contract_failures", "op_host_fallbacks")
+OPERATOR_METRICS = ("op_error_ratio", *COUNTS, "op_refusals", "op_contract_failures", "op_host_fallbacks")
 
 
 def operators_of(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
@@ -34,6 +34,7 @@ def operators_of(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
             for order, r in enumerate(judged) if r["counts"][key]
         ]  # fmt: skip
         found += wrong or [measured(NAME, run, metric, 0, "operators", n=max(1, len(judged)))]
+    found += _refusals(run, judged)
     return [*found, *_contracts(run, facts["contracts"]), _fallbacks(run, facts["coverage"]), *_runtime(run, facts)]
 
 
@@ -71,7 +72,7 @@ def _error(run: Run, result: Mapping[str, Any], order: int) -> Measurement:
     """Return the largest error over what rounding allows, of single values or of their root mean square."""
     value: float | None = max(result["error_ratio"], result["rms_ratio"])
     problem = ""
-    if result["raised"]:
+    if result["raised"] == result["cases"]:
         value, problem = None, "error"
     elif min(result["error_ratio"], result["rms_ratio"]) < 0:
         value = math.inf
@@ -79,6 +80,17 @@ def _error(run: Run, result: Mapping[str, Any], order: int) -> Measurement:
         NAME, run, "op_error_ratio", value, _subject(result), order=order, n=max(1, result["elements"]),
         problem=problem, where=_where(result), detail=_told(result),
     )  # fmt: skip
+
+
+def _refusals(run: Run, judged: Sequence[Mapping[str, Any]]) -> list[Measurement]:
+    """Count the inputs that an operator declines aloud, though it takes others: nothing is computed wrongly there."""
+    some = [(order, r) for order, r in enumerate(judged) if 0 < r["raised"] < r["cases"]]
+    found = [
+        measured(NAME, run, "op_refusals", r["raised"], _subject(r), order=order, n=r["cases"], where=_where(r),
+                 detail=_told(r))
+        for order, r in some
+    ]  # fmt: skip
+    return found or [measured(NAME, run, "op_refusals", 0, "operators", n=max(1, len(judged)))]
 
 
 def _contracts(run: Run, contracts: list[Mapping[str, Any]]) -> Iterator[Measurement]:

@@ -89,6 +89,33 @@ def test_a_broken_operator_fails_its_criterion_and_is_named(name, call, criterio
     assert words in told
 
 
+def refuses(wide: bool, everything: bool):
+    """Return a softmax that declines wide rows, or all of them."""
+
+    def call(x, dim):
+        if everything or (wide and x.shape[dim] > 64):
+            raise RuntimeError("no kernel for this width")
+        return torch.softmax(x, dim)
+
+    return call
+
+
+@pytest.mark.parametrize(("everything", "status"), [(False, Status.PASSED), (True, Status.ERROR)])
+def test_declining_aloud_is_no_wrong_value(everything, status):
+    """What an operator declines with an exception is shown; one that declines everything could not be judged."""
+    statuses, _ = judged(facts_of(Port(softmax=Operator(call=refuses(True, everything), level="custom"))))
+    assert statuses["startup.operators"] is status
+    assert (statuses["startup.operators.refused"] is Status.FAILED) is not everything
+
+
+def test_an_output_of_another_shape_is_wrong():
+    """An operator that gives another shape than its formula has failed, and is told so."""
+    short = Operator(call=lambda x, dim: torch.softmax(x, dim)[..., :1], level="custom")
+    statuses, findings = judged(facts_of(Port(softmax=short)))
+    assert statuses["startup.operators"] is Status.FAILED
+    assert "expected shape" in findings[0].message
+
+
 def test_a_model_that_raises_does_not_hide_its_operators():
     """Where the model cannot be run, every family is tested, and what it raised is told beside the table."""
     facts = facts_of(Port(fails="no such kernel"))
