@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -35,6 +36,10 @@ class Ledger:
     raw_used: set[str] = field(default_factory=set)
     errors: dict[str, str] = field(default_factory=dict)
     searches: int = 0
+    deep: Counter[str] = field(default_factory=Counter)
+    """By kind of weight: causes that everything was tried for."""
+    causes: set[str] = field(default_factory=set)
+    """Words of causes that explained a weight."""
     assembled: int = 0
     kept: int = 0
     """Bytes of small weights that are kept as they are."""

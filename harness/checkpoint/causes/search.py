@@ -7,7 +7,7 @@ where none does, what is merely near is told. A few rows decide, so that nothing
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,11 +52,18 @@ class Cause:
 Candidate = tuple[str, Callable[[Pair], Tensor]]
 
 
-def cause_of(pair: Pair, *, stored: Stored | None = None, beside: Iterable[Mistake] = ()) -> Cause | None:
+def cause_of(
+    pair: Pair,
+    *,
+    stored: Stored | None = None,
+    beside: Iterable[Mistake] = (),
+    pairs: Collection[str] | None = None,
+) -> Cause | None:
     """Return what explains the elements that differ, or None where nothing differs or nothing is known of it.
 
     `stored`: the weight as codes and factors, if it is quantised; `beside`: readings with parts of other tensors,
-    which are only asked for where nothing simpler fits.
+    which are only asked for where nothing simpler fits. `pairs`: words of causes found before; of two mistakes at once,
+    only those that they name are tried then, and not all.
     """
     by_row = wrong_by_row(pair)
     wrong = int(by_row.sum())
@@ -70,7 +77,7 @@ def cause_of(pair: Pair, *, stored: Stored | None = None, beside: Iterable[Mista
         return Cause(words=_never(constant, where), wrong=wrong)
     if wrong < _FEW:
         return _of_few(pair, stored, beside, few, mask, wrong)
-    found = _best(_candidates(few, stored, beside), few, mask, 0.0)
+    found = _best(_candidates(few, stored, beside, pairs), few, mask, 0.0)
     if found is not None:
         return _confirmed(found, pair, by_row, wrong, where)
     if constant:
@@ -115,7 +122,9 @@ def _of_few(
     return Cause(words=words, wrong=wrong) if words else None
 
 
-def _candidates(few: Pair, stored: Stored | None, beside: Iterable[Mistake]) -> Iterator[list[Candidate]]:
+def _candidates(
+    few: Pair, stored: Stored | None, beside: Iterable[Mistake], known: Collection[str] | None = None
+) -> Iterator[list[Candidate]]:
     """Yield everything that memory may hold instead, the simple ones together before those of two mistakes."""
     if stored is None:
         yield list(_changes(few))
@@ -124,7 +133,10 @@ def _candidates(few: Pair, stored: Stored | None, beside: Iterable[Mistake]) -> 
         yield [*(_reading((mistake,), stored) for mistake in mistakes), *_changes(few)]
         yield [_reading((mistake,), stored) for mistake in beside]
         pairs = (p for p in itertools.combinations(mistakes, 2) if p[0].part != p[1].part)
-        yield [_reading(pair, stored) for pair in pairs]
+        yield [
+            _reading(pair, stored) for pair in pairs
+            if known is None or any(all(m.words in words for m in pair) for words in known)
+        ]  # fmt: skip
 
 
 def _reading(mistakes: tuple[Mistake, ...], stored: Stored) -> Candidate:
