@@ -111,7 +111,8 @@ def config(layers: int, experts: int) -> dict[str, object]:
     return {
         "hidden_size": HIDDEN, "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
         "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE, "kv_lora_rank": KV_LORA,
-        "q_lora_rank": Q_LORA, "n_routed_experts": experts, "n_shared_experts": 1, "num_experts_per_tok": min(16, experts),
+        "q_lora_rank": Q_LORA, "n_routed_experts": experts, "n_shared_experts": 1,
+        "num_experts_per_tok": min(16, experts),
         "moe_intermediate_size": MOE, "intermediate_size": DENSE, "first_k_dense_replace": 1, "vocab_size": VOCAB,
         "index_head_dim": INDEX_DIM, "index_n_heads": INDEX_HEADS, "index_topk": 2048, "tie_word_embeddings": False,
         "vision_config": {"depth": VISION_DEPTH, "hidden_size": VISION}, "max_position_embeddings": 1048576,
