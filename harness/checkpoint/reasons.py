@@ -1,8 +1,8 @@
 """The cause of a difference, with all that an audit can read: stored parts, and those of neighbours. Knows no port.
 
 A search costs more than a comparison, so that only so many are made, and fewer of the dear kind that tries two
-mistakes at once and parts of neighbours: where a thousand weights are wrong in one way, the first ones tell it, and what
-explained one weight is tried on the others.
+mistakes at once and parts of neighbours: where a thousand weights are wrong in one way, the first ones tell it, and
+what explained those is tried on the others.
 """
 
 from __future__ import annotations
