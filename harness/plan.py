@@ -60,7 +60,7 @@ def make_sessions(config: Config, folder: Path, carried: Sequence[Carried] = ())
     `carried` are recorded references: where they are, the reference's own checkpoint need not be on this machine.
     """
     specs = {"reference": parse_spec(config.reference.spec), "accel": parse_spec(config.accel.spec)}
-    live = reference_named(config) or not carried
+    live = reference_wanted(config, carried)
     named = {"accel": default_checkpoint(specs["accel"]), "reference": None}
     try:
         named["reference"] = default_checkpoint(specs["reference"]) if live else None
@@ -94,6 +94,11 @@ def make_sessions(config: Config, folder: Path, carried: Sequence[Carried] = ())
 def reference_named(config: Config) -> bool:
     """Say whether the user named a reference, in the file or on the command line."""
     return "spec" in config.reference.model_fields_set
+
+
+def reference_wanted(config: Config, carried: Sequence[Carried]) -> bool:
+    """Say whether the reference itself is to be used: it was named, nothing stands in for it, or it recorded that."""
+    return reference_named(config) or all(c.spec == config.reference.spec for c in carried)
 
 
 def _check_there(checkpoint: Path, *, weights: bool) -> None:

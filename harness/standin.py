@@ -11,7 +11,7 @@ from typing import Any
 from harness.config import Config
 from harness.errors import SpecError, TraceError, UsageError
 from harness.golden import Carried, checkpoint_digest, choose_carried, load_carried, save_carried
-from harness.plan import Plan, code_digest, goldens_folder, reference_named, refused
+from harness.plan import Plan, code_digest, goldens_folder, reference_wanted, refused
 from harness.record import Session
 from harness.schedule import Job
 from harness.types import Failure, Setup
@@ -31,7 +31,7 @@ def reference_or_why(
     config: Config, session: Session, setups: Mapping[str, Setup], carried: Sequence[Carried]
 ) -> tuple[Mapping[str, Any], str]:
     """Return what the reference says of itself (nothing, or that it failed), and why a recorded one must stand in."""
-    if carried and not reference_named(config):
+    if not reference_wanted(config, carried):
         return {}, "no reference was named"
     try:
         answer = session.describe(setups["oracle"])

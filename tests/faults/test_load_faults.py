@@ -18,7 +18,7 @@ SHARD_3 = {"visual.blocks.0.norm1.bias", "model.layers.0.mlp.down_proj.weight"}
     [
         ("dropped_shard", "load.values", "visual.blocks.0.norm1.bias", "zeros: never written"),
         ("short_shard", "load.values", "model.layers.4.mlp.experts.5.up_proj.weight", "block scales"),
-        ("linear_e8m0", "load.lossy", "model.layers.1.mlp.experts.0.gate_proj.weight", "block scales misread"),
+        ("linear_e8m0", "load.lossy", "model.layers.1.mlp.experts.0.gate_proj.weight", "scale byte read as a number"),
         ("halved_scales", "load.values", "model.layers.2.self_attn.q_a_proj.weight", "each scale half as large"),
         ("reinitialised", "load.values", "model.layers.1.self_attn.indexer.wk.weight", "first random ones"),
         ("skipped_key", "load.values", "model.layers.1.post_attention_layernorm.weight", "the constant 1"),

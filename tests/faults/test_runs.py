@@ -83,10 +83,12 @@ def test_a_waiver_holds_until_it_expires(verify, tmp_path, expires, accepted, st
     """A waived failure is shown as WAIVED and accepted; an expired waiver refuses the run and is named."""
     folder = tmp_path / "mine"
     shutil.copytree(next(iter(checklists.__path__)), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    (folder / "waivers.toml").write_text(
-        '[[waivers]]\ncriterion = "load.values"\nsubject = "model.layers.1.*"\nowner = "A. Person"\n'
+    waived = "".join(
+        f'[[waivers]]\ncriterion = "{criterion}"\nsubject = "model.layers.1.*"\nowner = "A. Person"\n'
         f'link = "https://tracker.example/1"\nexpires = "{expires}"\n'
+        for criterion in ("load.values", "load.conversion.same")  # what is drawn anew differs from load to load too
     )
+    (folder / "waivers.toml").write_text(waived)
     outcome = verify("reinitialised", "--checklists", str(folder))
     assert outcome.results["accepted"] is accepted
     assert outcome.code == (0 if accepted else 1)
