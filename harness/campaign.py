@@ -413,7 +413,8 @@ class Campaign:
     def _out_of_scope(self, word: str, view: StageView) -> str:
         plan = self.plan
         return out_of_judgement(
-            word, plan.info, plan.scope, plan.context.capabilities, oracles=_traces(view, "oracle")
+            word, plan.info, plan.scope, plan.context.capabilities, oracles=_traces(view, "oracle"),
+            ports=_traces(view),
         )  # fmt: skip
 
 

@@ -260,16 +260,24 @@ def out_of_scope(word: str, scope: Scope, capabilities: Sequence[str] | frozense
 
 
 def out_of_judgement(
-    word: str, info: ModelInfo, scope: Scope, capabilities: frozenset[str], *, oracles: Iterable[Trace]
+    word: str,
+    info: ModelInfo,
+    scope: Scope,
+    capabilities: frozenset[str],
+    *,
+    oracles: Iterable[Trace],
+    ports: Iterable[Trace] = (),
 ) -> str:
     """Return why criteria that need a feature judge nothing here, or an empty string.
 
-    As `out_of_scope`, and for what the model and the oracle's own traces decide: experts, decisions.
+    As `out_of_scope`, and for what the model, the oracle's own traces and the port's decide: experts, decisions,
+    operators that torch can see.
     """
     if word == "experts":
         return "" if info.experts else "the model has no experts"
     if word != "decisions":
-        return out_of_scope(word, scope, capabilities)
+        reason = out_of_scope(word, scope, capabilities)
+        return reason or (_unseen_operators(ports) if word == "operators" else "")
     taps = {tap.name: tap for trace in oracles for tap in trace.taps.values()}
     made = [name for name, tap in taps.items() if tap.kind in DECISION_KINDS]
     hidden = scope.unobservable
@@ -278,6 +286,14 @@ def out_of_judgement(
     if not hidden or any(not matches(name, hidden) for name in made):
         return ""
     return f"every decision is declared unobservable: {'; '.join(sorted(set(hidden.values())))}"
+
+
+def _unseen_operators(ports: Iterable[Trace]) -> str:
+    """Return why no operator could be tested alone, where the port ran without one that torch can see."""
+    suites = [trace.facts for trace in ports if trace.run.kind == "operators"]
+    if not suites or any(result["needed"] for facts in suites for result in facts["results"]):
+        return ""
+    return "the port computes outside of torch, and offers no operators to be tested alone"
 
 
 def refused(answer: Mapping[str, Any] | Failure, side: str) -> Mapping[str, Any]:

@@ -11,12 +11,14 @@ import torch
 
 from harness import gate
 from harness.adapter import Inputs, Operator
+from harness.cases import ModelInfo
 from harness.checklist import load_checklists
 from harness.diagnose import explain
 from harness.ops.facts import operator_facts
 from harness.ops.runtime import runtime_facts
+from harness.plan import out_of_judgement
 from harness.stages.operators import OPERATOR_METRICS, coverage_facts, operators_of
-from harness.types import Case, Run, Scope, Setup, Status
+from harness.types import Case, Run, Scope, Setup, Status, Trace
 
 RUN = Run(id="startup/operators", stage="startup", kind="operators")
 CASE = Case(id="few", token_ids=(1, 2, 3))
@@ -114,6 +116,17 @@ def test_an_output_of_another_shape_is_wrong():
     statuses, findings = judged(facts_of(Port(softmax=short)))
     assert statuses["startup.operators"] is Status.FAILED
     assert "expected shape" in findings[0].message
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_port_outside_of_torch_is_not_judged_by_what_torch_cannot_see(seen):
+    """Where no operator was seen and none is offered, the criteria are out of scope with the reason; else they judge."""
+    setup = Setup(side="accel", role="accel", adapter="x")
+    trace = Trace(setup=setup, run=RUN, taps={}, tensors={}, facts={"results": [{"needed": True}] if seen else []})
+    info = ModelInfo(path="", config={}, vocab_size=8, layers=1, max_length_tokens=8)
+    reason = out_of_judgement("operators", info, Scope(), frozenset(), oracles=(), ports=[trace])
+    assert bool(reason) is not seen
+    assert seen or "outside of torch" in reason
 
 
 def test_a_model_that_raises_does_not_hide_its_operators():
