@@ -120,7 +120,7 @@ def test_an_output_of_another_shape_is_wrong():
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_port_outside_of_torch_is_not_judged_by_what_torch_cannot_see(seen):
-    """Where no operator was seen and none is offered, the criteria are out of scope with the reason; else they judge."""
+    """Where no operator was seen and none is offered, the criteria are out of scope with the reason."""
     setup = Setup(side="accel", role="accel", adapter="x")
     trace = Trace(setup=setup, run=RUN, taps={}, tensors={}, facts={"results": [{"needed": True}] if seen else []})
     info = ModelInfo(path="", config={}, vocab_size=8, layers=1, max_length_tokens=8)
