@@ -8,7 +8,6 @@ as soon as the file was read, so that a run that was broken off goes on, and an 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.child import child_environment
 from harness.types import Failure, digest_of
 
 Told = Callable[[str], None]
@@ -49,8 +49,8 @@ class Reading:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "harness.checkpoint.scan"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=_environment(),
-                start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+                env={**child_environment(), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
             )  # fmt: skip
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(words) + "\n")
@@ -108,9 +108,3 @@ def state_file(checkpoint: Path, cache: Path) -> Path:
     for path in known[:-KEPT]:
         path.unlink(missing_ok=True)
     return cache / f"{checkpoint.name[:60]}-{digest_of(str(checkpoint.resolve()))[:16]}.jsonl"
-
-
-def _environment() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness.child import child_environment
 from harness.errors import SpecError, TraceError, user_frame
 from harness.golden import load_failure, load_trace, read_manifest, save_failure
 from harness.types import Failure, Run, Setup, Trace, as_json
@@ -167,11 +168,6 @@ class Session:
 
     def _start(self) -> subprocess.Popen[str]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        root = str(Path(__file__).resolve().parent.parent)
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        # tiny kernels spin more than they work
-        quiet = {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
-        environment = {**quiet, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         log = (self.folder / "log.txt").open("a")
         self._process = subprocess.Popen(
             [self.python, "-m", "harness.worker", str(self.folder)],
@@ -179,7 +175,7 @@ class Session:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env=environment,
+            env=child_environment(),
             start_new_session=True,
         )
         log.close()

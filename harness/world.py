@@ -14,11 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness.child import child_environment
 from harness.golden import load_failure, save_failure
 from harness.record import read_trace
 from harness.types import Failure, Run, Setup, Trace, as_json
@@ -209,16 +210,8 @@ class _World:
         path.write_text(json.dumps(job))
         words = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         words += ["--nproc-per-node", str(self.size), "-m", "harness.ranks", str(path)]
-        root = str(Path(__file__).resolve().parent.parent)
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         threads = str(max(1, self.setup.threads // self.size))
-        environment: Mapping[str, str] = {
-            "OMP_WAIT_POLICY": "passive",  # tiny kernels spin more than they work
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        environment = {**child_environment(), "OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         with (self.folder / "log.txt").open("wb") as log:
             return subprocess.Popen(
                 [self.python, *words],

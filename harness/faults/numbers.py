@@ -43,32 +43,29 @@ def gemm_offset(parts: Parts) -> Places:
     return [parts.tap(part), parts.tap(parts.attention())]
 
 
-@fault("AC17", cause="token|position|off|wrong", needs="a call of more than 32 tokens")
-def linear_tile(parts: Parts) -> Places:
-    """One tile of rows (32 to 47) of an output projection is summed by a kernel that is 5 % off."""
+def _rows_times(parts: Parts, rows: slice, factor: float) -> Places:
+    """Multiply some tokens of an output projection."""
     part = out_projection(parts.attention())
 
     def change(y: Tensor, _: Any) -> Tensor:
         y = y.clone()
-        y[..., 32:48, :] *= 1.05
+        y[..., rows, :] *= factor
         return y
 
     on_output(part, change)
     return [parts.tap(part), parts.tap(parts.attention())]
+
+
+@fault("AC17", cause="token|position|off|wrong", needs="a call of more than 32 tokens")
+def linear_tile(parts: Parts) -> Places:
+    """One tile of rows (32 to 47) of an output projection is summed by a kernel that is 5 % off."""
+    return _rows_times(parts, slice(32, 48), 1.05)
 
 
 @fault(cause="token|second|2|off|wrong", needs="a call of at least 8 tokens")
 def linear_second_row(parts: Parts) -> Places:
     """A kernel takes two tokens at a time, and the second one of each pair comes out 1 % too large."""
-    part = out_projection(parts.attention())
-
-    def change(y: Tensor, _: Any) -> Tensor:
-        y = y.clone()
-        y[..., 1::2, :] *= 1.01
-        return y
-
-    on_output(part, change)
-    return [parts.tap(part), parts.tap(parts.attention())]
+    return _rows_times(parts, slice(1, None, 2), 1.01)
 
 
 @fault(cause="position|grow|late|off|wrong", needs="a call of at least 8 tokens")

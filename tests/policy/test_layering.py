@@ -25,7 +25,7 @@ ROWS = (
     {"recorder"},
     {"adapter", "devices", "statistics", "precision"},
     {"taps"},
-    {"types", "errors", "dropin"},
+    {"types", "errors", "dropin", "child"},
 )
 """Rooms of harness/, the top row first. A room imports from rows below its own, and from itself."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.checkpoint.causes.misread import Mistake
-from harness.checkpoint.causes.stored import Grid, Stored, numbers
+from harness.checkpoint.causes.stored import Grid, Stored
 
 _SLICES = (2, 3, 4, 8, 16)
 """Ranks that a weight is commonly cut over."""
@@ -242,11 +242,3 @@ def _cut(stored: Stored) -> Iterator[Mistake]:
                 at = at.clamp(max=count - 1)
                 row = at.repeat(stored.matrices) + offset if axis == 0 else grid.row
                 yield _placed(words, row, at if axis else grid.column)
-
-
-def with_scales(stored: Stored, scale: Tensor, words: str) -> Mistake | None:
-    """Return the mistake of scales that are another weight's, if they fit."""
-    if scale.numel() != stored.scale.numel() or scale.dtype != stored.scale.dtype:
-        return None
-    values = numbers(scale).reshape(stored.grid.values.shape)
-    return _worth(words, partial(_given, values))

@@ -16,68 +16,66 @@ def _drop(files: Files, *gone: Coded) -> list[str]:
     return [name for weight in gone for name in (weight.name, *weight.parts.values())]
 
 
+def _without(files: Files, role: str, *, of: str = "") -> list[str]:
+    """Drop a part of the one weight that has it (or that has a part `of` another role)."""
+    weight = quantised(files, of or role)
+    files.drop(weight.parts[role])
+    return answers(weight)
+
+
+def _all_without(files: Files, role: str) -> list[str]:
+    """Drop a part of every weight that has it."""
+    for weight in weights(files, role=role, layer=None):
+        files.drop(weight.parts[role])
+    return ["*"]
+
+
 @damage("headers", _WITHOUT)
 def scale_missing(files: Files) -> list[str]:
     """The scales of one weight are missing; loaders take them as 1."""
-    weight = quantised(files)
-    files.drop(weight.parts["scale"])
-    return answers(weight)
+    return _without(files, "scale")
 
 
 @damage("headers", _WITHOUT)
 def codes_missing(files: Files) -> list[str]:
     """The codes of one weight are missing, its scales are there."""
-    weight = quantised(files)
-    files.drop(weight.parts["weight"])
-    return answers(weight)
+    return _without(files, "weight", of="scale")
 
 
 @damage("headers", _WITHOUT)
 def global_scale_missing(files: Files) -> list[str]:
     """The second scale of one weight is missing; loaders leave it out."""
-    weight = quantised(files, "global")
-    files.drop(weight.parts["global"])
-    return answers(weight)
+    return _without(files, "global")
 
 
 @damage("headers", _WITHOUT)
 def all_global_scales_missing(files: Files) -> list[str]:
     """The second scales of all weights are missing."""
-    for weight in weights(files, role="global", layer=None):
-        files.drop(weight.parts["global"])
-    return ["*"]
+    return _all_without(files, "global")
 
 
 @damage("headers", _WITHOUT)
 def zero_points_missing(files: Files) -> list[str]:
     """The zero points of one weight are missing."""
-    weight = quantised(files, "zero")
-    files.drop(weight.parts["zero"])
-    return answers(weight)
+    return _without(files, "zero")
 
 
 @damage("headers", "g_idx|order|desc_act|group")
 def order_of_inputs_missing(files: Files) -> list[str]:
     """The order of the inputs of one weight is missing; loaders take them as they come."""
-    weight = quantised(files, "group")
-    files.drop(weight.parts["group"])
-    return answers(weight)
+    return _without(files, "group")
 
 
 @damage("headers", "g_idx|order|desc_act|group")
 def all_orders_of_inputs_missing(files: Files) -> list[str]:
     """No weight has its order of inputs, and the configuration says that they were reordered."""
-    for weight in weights(files, role="group", layer=None):
-        files.drop(weight.parts["group"])
-    return ["*"]
+    return _all_without(files, "group")
 
 
 @damage("headers", _WITHOUT)
 def stored_shape_missing(files: Files) -> list[str]:
     """The shape of one packed weight is missing."""
-    weight = quantised(files, "shape")
-    files.drop(weight.parts["shape"])
-    return answers(weight)
+    return _without(files, "shape")
 
 
 @damage("headers", _NONE)

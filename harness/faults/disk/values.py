@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -223,35 +223,36 @@ def inverted(stored: Stored) -> Stored:
         return stored.holding((1 / stored.array(kind)).clip(-6e4, 6e4).astype(kind))
 
 
+def _upside_down(files: Files, role: str, chosen: Sequence[Coded]) -> list[str]:
+    """Put 1 / value in the place of a part of each weight; return what answers for the first."""
+    for weight in chosen:
+        files.put(weight.parts[role], inverted(files.get(weight.parts[role])))
+    return answers(chosen[0])
+
+
 @damage("suspicion", "upside down|times as large|size|scale")
 def scales_inverted(files: Files) -> list[str]:
     """The scales of one weight are 1 / scale."""
-    weight = quantised(files)
-    files.put(weight.parts["scale"], inverted(files.get(weight.parts["scale"])))
-    return answers(weight)
+    return _upside_down(files, "scale", [quantised(files)])
 
 
 @damage("suspicion", "upside down|size|scale")
 def all_scales_inverted(files: Files) -> list[str]:
     """The scales of all weights are 1 / scale."""
-    for weight in weights(files, role="scale", layer=None):
-        files.put(weight.parts["scale"], inverted(files.get(weight.parts["scale"])))
+    _upside_down(files, "scale", weights(files, role="scale", layer=None))
     return ["*"]
 
 
 @damage("suspicion", "upside down|size|scale")
 def global_scale_inverted(files: Files) -> list[str]:
     """The second scale of one weight is the other exporter's: a divisor for a multiplier."""
-    weight = quantised(files, "global")
-    files.put(weight.parts["global"], inverted(files.get(weight.parts["global"])))
-    return answers(weight)
+    return _upside_down(files, "global", [quantised(files, "global")])
 
 
 @damage("suspicion", "upside down|size|scale")
 def all_global_scales_inverted(files: Files) -> list[str]:
     """The second scales of all weights are the other exporter's."""
-    for weight in weights(files, role="global", layer=None):
-        files.put(weight.parts["global"], inverted(files.get(weight.parts["global"])))
+    _upside_down(files, "global", weights(files, role="global", layer=None))
     return ["*"]
 
 
