@@ -13,7 +13,10 @@ from typing import Any
 from harness.errors import CheckpointError
 from harness.types import Case, Image
 
-_EDGE_KEYS = ("index_topk", "sliding_window", "attention_chunk_size", "chunk_size", "page_tokens", "block_size")
+_EDGE_KEYS = (
+    "index_topk", "index_window", "sliding_window", "attention_chunk_size", "chunk_size", "page_tokens", "block_size",
+    "index_block",
+)  # fmt: skip
 
 _EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 

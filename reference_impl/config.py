@@ -12,9 +12,13 @@ from harness.errors import CheckpointError
 MODEL_TYPE = "day0_seed"
 
 
+LAYER_TYPES = ("recurrent_attention", "sparse_attention")
+INDEX_POLICIES = ("importance", "block", "random")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """The vision tower. Sizes in pixels (patch) or patches (merge, grid)."""
+    """The vision tower. Sizes in pixels (patch, areas) or patches (merge, grid)."""
 
     patch_size: int
     spatial_merge_size: int
@@ -23,27 +27,50 @@ class VisionConfig:
     num_heads: int
     intermediate_size: int
     pos_embed_grid: tuple[int, int]
+    deepstack_visual_indexes: tuple[int, ...]
+    min_pixels: int
+    max_pixels: int
+    rope_theta: float
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     layer_norm_eps: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary frequencies and their YaRN scaling. Lengths in tokens."""
+
+    rope_theta: float
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The decoder, its vision tower and how its weights are stored."""
+    """The decoder, its vision tower and how its weights are stored. `index_policies`: one for each sparse layer."""
 
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
+    layer_types: tuple[str, ...]
+    residual_block_layers: int
     num_attention_heads: int
+    linear_num_heads: int
+    linear_head_dim: int
+    linear_conv_kernel_dim: int
     q_lora_rank: int
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    rope_theta: float
     rms_norm_eps: float
+    index_policies: tuple[str, ...]
     index_topk: int
+    index_window: int
+    index_block: int
     index_n_heads: int
     index_head_dim: int
     index_rope_dim: int
@@ -51,25 +78,45 @@ class Config:
     intermediate_size: int
     n_routed_experts: int
     num_experts_per_tok: int
+    n_group: int
+    topk_group: int
     moe_intermediate_size: int
     n_shared_experts: int
     routed_scaling_factor: float
+    num_nextn_predict_layers: int
+    deepstack_layers: tuple[int, ...]
     max_position_embeddings: int
     logit_softcap: float
     image_token_id: int
     bos_token_id: int
     eos_token_id: tuple[int, ...]
+    rope: RopeConfig
     vision: VisionConfig
     weight_block_size: tuple[int, int]
 
     @property
     def qk_head_dim(self) -> int:
-        """Width of one head's query and key."""
+        """Width of one head's query and key in a sparse layer."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def linear_width(self) -> int:
+        """Width of all heads' queries, keys or values in a recurrent layer."""
+        return self.linear_num_heads * self.linear_head_dim
 
     def is_dense(self, layer: int) -> bool:
         """Say whether a layer has one dense feed-forward block instead of experts."""
         return layer < self.first_k_dense_replace
+
+    def is_sparse(self, layer: int) -> bool:
+        """Say whether a layer has sparse attention; what predicts further tokens has it too."""
+        return layer >= self.num_hidden_layers or self.layer_types[layer] == "sparse_attention"
+
+    def index_policy(self, layer: int) -> str:
+        """Return how a sparse layer chooses its keys."""
+        if layer >= self.num_hidden_layers:
+            return "importance"
+        return self.index_policies[self.layer_types[:layer].count("sparse_attention")]
 
 
 def read_config(checkpoint: Path) -> Config:
@@ -83,11 +130,29 @@ def read_config(checkpoint: Path) -> Config:
         found = data.get("model_type") if isinstance(data, dict) else type(data).__name__
         raise CheckpointError(f"expected model_type {MODEL_TYPE!r} in {path}, found {found!r}; this port runs no other")
     try:
-        vision = VisionConfig(**_take(VisionConfig, data["vision_config"]))
-        own = {**data, "vision": vision, "weight_block_size": data["quantization_config"]["weight_block_size"]}
-        return Config(**_take(Config, own))
+        parts = {
+            "rope": RopeConfig(**_take(RopeConfig, data["rope_parameters"])),
+            "vision": VisionConfig(**_take(VisionConfig, data["vision_config"])),
+            "weight_block_size": data["quantization_config"]["weight_block_size"],
+        }
+        config = Config(**_take(Config, {**data, **parts}))
     except KeyError as error:
         raise CheckpointError(f"expected the key {error} in {path}; the file is incomplete") from error
+    _check(config, path)
+    return config
+
+
+def _check(config: Config, path: Path) -> None:
+    """Raise CheckpointError where lists do not fit the layers, or hold a word that this model does not know."""
+    sparse = config.layer_types.count("sparse_attention")
+    for key, words, count, known in (
+        ("layer_types", config.layer_types, config.num_hidden_layers, LAYER_TYPES),
+        ("index_policies", config.index_policies, sparse, INDEX_POLICIES),
+    ):
+        unknown = sorted(set(words) - set(known))
+        if unknown or len(words) != count:
+            found = f"{unknown[0]!r}" if unknown else f"{len(words)}"
+            raise CheckpointError(f"expected {count} of {', '.join(known)} as {key} in {path}, found {found}")
 
 
 def _take(kind: type, data: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,14 @@ from torch import Tensor
 from harness.errors import CheckpointError
 from reference_impl.config import Config
 
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 INDEX = "model.safetensors.index.json"
+FP8 = (
+    *(f".linear_attn.{p}" for p in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *(f".self_attn.{p}" for p in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
+    *(f".mlp.{p}" for p in ("gate_proj", "up_proj", "down_proj")),
+)
+"""Ends of the names of linears that are stored in FP8, `.weight` left out."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -85,9 +92,7 @@ def _sources(name: str, config: Config) -> list[str]:
     base = name.removesuffix(".weight")
     if ".mlp.experts." in name:
         return [f"{base}.weight_packed", f"{base}.weight_scale"]
-    projections = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-    dense = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    if base.endswith(tuple(f"self_attn.{p}" for p in projections) + dense):
+    if base.endswith(FP8):
         return [name, f"{base}.weight_scale_inv"]
     return [name]
 
@@ -139,20 +144,32 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of the model, decoded, by name."""
     c, hidden = config, config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, hidden)}
-    for n in range(c.num_hidden_layers):
-        layer = f"model.layers.{n}"
-        shapes |= {f"{layer}.{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{layer}.self_attn.{k}": v for k, v in _attention_shapes(c).items()}
-        if c.is_dense(n):
-            shapes |= _gated(f"{layer}.mlp", hidden, c.intermediate_size)
-            continue
-        shapes[f"{layer}.mlp.gate.weight"] = (c.n_routed_experts, hidden)
-        shapes[f"{layer}.mlp.gate.e_score_correction_bias"] = (c.n_routed_experts,)
-        for e in range(c.n_routed_experts):
-            shapes |= _gated(f"{layer}.mlp.experts.{e}", hidden, c.moe_intermediate_size)
-        shapes |= _gated(f"{layer}.mlp.shared_experts", hidden, c.moe_intermediate_size * c.n_shared_experts)
-    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (c.vocab_size, hidden)}
+    for n in range(c.num_hidden_layers + c.num_nextn_predict_layers):
+        shapes |= {f"model.layers.{n}.{k}": v for k, v in _layer_shapes(c, n).items()}
+    shapes |= {"model.final_res.query": (hidden,), "model.norm.weight": (hidden,)}
+    shapes["lm_head.weight"] = (c.vocab_size, hidden)
     return shapes | {f"visual.{k}": v for k, v in _vision_shapes(c).items()}
+
+
+def _layer_shapes(c: Config, n: int) -> dict[str, tuple[int, ...]]:
+    hidden, further = c.hidden_size, n >= c.num_hidden_layers
+    shapes: dict[str, tuple[int, ...]] = {f"{k}.weight": (hidden,) for k in LAYER_NORMS}
+    if further:
+        shapes |= {f"{k}.weight": (hidden,) for k in ("enorm", "hnorm", "shared_head.norm")}
+        shapes["eh_proj.weight"] = (hidden, 2 * hidden)
+    else:
+        shapes |= {f"{k}.query": (hidden,) for k in (("attn_res", "mlp_res") if n else ("mlp_res",))}
+    if not c.is_sparse(n):
+        shapes |= {f"linear_attn.{k}": v for k, v in _recurrent_shapes(c).items()}
+    else:
+        shapes |= {f"self_attn.{k}": v for k, v in _sparse_shapes(c, pictures=not further).items()}
+    if c.is_dense(n):
+        return shapes | _gated("mlp", hidden, c.intermediate_size)
+    shapes["mlp.gate.weight"] = (c.n_routed_experts, hidden)
+    shapes["mlp.gate.e_score_correction_bias"] = (c.n_routed_experts,)
+    for e in range(c.n_routed_experts):
+        shapes |= _gated(f"mlp.experts.{e}", hidden, c.moe_intermediate_size)
+    return shapes | _gated("mlp.shared_experts", hidden, c.moe_intermediate_size * c.n_shared_experts)
 
 
 def _gated(at: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
@@ -163,9 +180,26 @@ def _gated(at: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _attention_shapes(c: Config) -> dict[str, tuple[int, ...]]:
-    hidden, heads = c.hidden_size, c.num_attention_heads
+def _recurrent_shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    hidden, width, head = c.hidden_size, c.linear_width, c.linear_head_dim
     return {
+        **{f"{k}_proj.weight": (width, hidden) for k in ("q", "k", "v")},
+        "conv1d.weight": (3 * width, 1, c.linear_conv_kernel_dim),
+        **{f"{k}_a_proj.weight": (head, hidden) for k in ("f", "g")},
+        **{f"{k}_b_proj.weight": (width, head) for k in ("f", "g")},
+        "b_proj.weight": (c.linear_num_heads, hidden),
+        "A_log": (c.linear_num_heads,),
+        "dt_bias": (width,),
+        "o_norm.weight": (head,),
+        "o_proj.weight": (hidden, width),
+    }
+
+
+def _sparse_shapes(c: Config, *, pictures: bool) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank = c.hidden_size, c.num_attention_heads, c.kv_lora_rank
+    visual: dict[str, tuple[int, ...]] = {"visual_kv_proj.weight": (rank, hidden), "visual_norm.weight": (rank,)}
+    return {
+        **(visual if pictures else {}),
         "q_a_proj.weight": (c.q_lora_rank, hidden),
         "q_a_layernorm.weight": (c.q_lora_rank,),
         "q_b_proj.weight": (heads * c.qk_head_dim, c.q_lora_rank),
@@ -185,7 +219,8 @@ def _attention_shapes(c: Config) -> dict[str, tuple[int, ...]]:
 def _vision_shapes(c: Config) -> dict[str, tuple[int, ...]]:
     v = c.vision
     hidden, merged = v.hidden_size, v.hidden_size * v.spatial_merge_size**2
-    sizes: dict[str, tuple[int, ...]] = {"patch_embed": (hidden, 3 * v.patch_size**2), "norm": (hidden,)}
+    kernel = (hidden, 3, v.patch_size, v.patch_size)
+    sizes: dict[str, tuple[int, ...]] = {"patch_embed": kernel, "norm": (hidden,)}
     for n in range(v.depth):
         sizes |= {
             f"blocks.{n}.norm1": (hidden,),
@@ -196,6 +231,9 @@ def _vision_shapes(c: Config) -> dict[str, tuple[int, ...]]:
             f"blocks.{n}.mlp.fc2": (hidden, v.intermediate_size),
         }
     sizes |= {"merger.fc1": (merged, merged), "merger.fc2": (c.hidden_size, merged)}
+    for j in range(len(v.deepstack_visual_indexes)):
+        at = f"deepstack.{j}"
+        sizes |= {f"{at}.norm": (merged,), f"{at}.fc1": (merged, merged), f"{at}.fc2": (c.hidden_size, merged)}
     shapes: dict[str, tuple[int, ...]] = {"pos_embed": (*v.pos_embed_grid, hidden)}
     for name, size in sizes.items():
         shapes |= {f"{name}.weight": size, f"{name}.bias": size[:1]}

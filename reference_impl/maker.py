@@ -17,9 +17,10 @@ import numpy as np
 
 from harness.errors import CheckpointError
 from reference_impl import tokenizer_files
-from reference_impl.recipe import CONFIG, SEED, Stored, make_tensors
+from reference_impl.drawing import SEED, Stored
+from reference_impl.recipe import CONFIG, make_tensors
 
-SHARD_BYTES = 96 * 1024
+SHARD_BYTES = 160 * 1024
 STAMP = "day0-stamp.json"
 
 
@@ -82,7 +83,7 @@ def version() -> str:
     """Return a digest of the recipe's own source: another recipe lives in another folder."""
     here = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=6)
-    for name in ("recipe.py", "encoders.py", "tokenizer_files.py", "maker.py"):
+    for name in ("recipe.py", "recipe_vision.py", "drawing.py", "encoders.py", "tokenizer_files.py", "maker.py"):
         digest.update((here / name).read_bytes())
     return digest.hexdigest()
 

@@ -88,5 +88,5 @@ def tokenizer_config() -> dict[str, Any]:
         "add_bos_token": True,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 1024,
+        "model_max_length": 1048576,
     }
