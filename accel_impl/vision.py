@@ -32,7 +32,7 @@ ROWS = "row feature"
 class Features:
     """What the tower gives for all pictures of a request, in order: kept with the request.
 
-    merged: rows [M, decoder width] at the placeholders; deepstack: rows to add there again, one tensor for each layer in
+    merged: rows [M, decoder width] at the placeholders; deepstack: rows to add there again, a tensor for each layer in
     the order of the configuration's `deepstack_layers`.
     """
 
