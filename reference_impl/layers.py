@@ -1,13 +1,18 @@
 """The parts that text and vision share: norms, rotary, linears. Knows tensors and precisions; must not know the model.
 
-B batch  T tokens of this call  S keys so far  D features  H heads  K head width
+B batch  T tokens of this call  S keys so far  M streams  D features  H heads  K head width
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from reference_impl.config import RopeConfig
 
 
 def wide(x: Tensor) -> Tensor:
@@ -25,10 +30,11 @@ def wide_linear(x_BTD: Tensor, weight: Tensor) -> Tensor:
     return F.linear(wide(x_BTD), wide(weight))
 
 
-def rms_norm(x_BTD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Scale by the inverse root mean square and the weight; computed wide, rounded once."""
+def rms_norm(x_BTD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+    """Scale by the inverse root mean square, and by the weight where there is one; computed wide, rounded once."""
     x = wide(x_BTD)
-    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * wide(weight_D)).to(x_BTD.dtype)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return (x if weight_D is None else x * wide(weight_D)).to(x_BTD.dtype)
 
 
 def layer_norm(x_BTD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
@@ -37,13 +43,48 @@ def layer_norm(x_BTD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> T
     return F.layer_norm(x, x.shape[-1:], wide(weight_D), wide(bias_D), eps).to(x_BTD.dtype)
 
 
-def rotary_angles(positions_BT: Tensor, width: int, theta: float) -> Tensor:
-    """Return position * theta^(-2i / width) for each pair i, in float64.
+def mix(query_D: Tensor, streams: Sequence[Tensor], eps: float) -> Tensor:
+    """Mix streams [B, T, D], normed, by a softmax over how each answers to the query."""
+    normed_BTMD = torch.stack([rms_norm(stream, None, eps) for stream in streams], dim=-2)
+    answers_BTM = wide(normed_BTMD) @ wide(query_D) * len(query_D) ** -0.5
+    shares_BTM = answers_BTM.softmax(-1).to(normed_BTMD.dtype)
+    return (shares_BTM[..., None, :] @ normed_BTMD)[..., 0, :]
 
-    Shapes: positions [B, T] -> [B, T, width / 2].
+
+def gated(weights: Mapping[str, Tensor], x_BTD: Tensor) -> Tensor:
+    """Apply down(silu(gate x) * up x)."""
+    gate, up = linear(x_BTD, weights["gate_proj.weight"]), linear(x_BTD, weights["up_proj.weight"])
+    return linear(F.silu(gate) * up, weights["down_proj.weight"])
+
+
+def yarn_frequencies(width: int, rope: RopeConfig) -> Tensor:
+    """Return the frequency of each pair of `width` rotated features, in float64. Shape [width / 2].
+
+    Fast pairs keep theirs, slow ones are divided by the factor, those between are blended.
+    Source: arXiv 2309.00071, section 3.2.
     """
-    exponents = torch.arange(0, width, 2, dtype=torch.float64, device=positions_BT.device) / width
-    return positions_BT.double()[..., None] * theta**-exponents
+    i = torch.arange(width // 2, dtype=torch.float64)
+    plain = rope.rope_theta ** (-2 * i / width)
+
+    def pair_of(turns: float) -> float:
+        """Return the (fractional) pair that turns so often within the original length."""
+        wavelength = rope.original_max_position_embeddings / (2 * math.pi * turns)
+        return width * math.log(wavelength) / (2 * math.log(rope.rope_theta))
+
+    low = max(math.floor(pair_of(rope.beta_fast)), 0)
+    high = min(math.ceil(pair_of(rope.beta_slow)), width - 1)
+    slow = ((i - low) / max(high - low, 0.001)).clamp(0, 1)
+    return plain / rope.factor * slow + plain * (1 - slow)
+
+
+def score_scale(rope: RopeConfig) -> float:
+    """Return the factor m on queries and keys that makes up for the flatter softmax over more tokens (YaRN)."""
+    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1
+
+
+def rotary_angles(positions_BT: Tensor, frequencies: Tensor) -> Tensor:
+    """Return position * frequency for each pair, in float64. Shapes: positions [B, T] -> [B, T, pairs]."""
+    return positions_BT.double()[..., None] * frequencies.to(positions_BT.device)
 
 
 def rotate_interleaved(x_BTHK: Tensor, angles: Tensor) -> Tensor:
@@ -55,7 +96,7 @@ def rotate_interleaved(x_BTHK: Tensor, angles: Tensor) -> Tensor:
 
 
 def rotate_half_split(x_BTHK: Tensor, angles: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + width/2) of the first `width` features; the others pass. Computed wide, rounded once."""
+    """Rotate the pairs (i, i + pairs) of the first features; the others pass. Computed wide, rounded once."""
     x = wide(x_BTHK)
     cos, sin = angles.cos().to(x.dtype)[:, :, None], angles.sin().to(x.dtype)[:, :, None]
     half = angles.shape[-1]

@@ -15,12 +15,13 @@ from harness.errors import PortError, SpecError, nearest
 from harness.types import Case, Facts, Scope, Setup
 from reference_impl.config import Config, read_config
 from reference_impl.loader import load_weights
-from reference_impl.model import Cache, Call, Model, picture_features
+from reference_impl.model import Model
+from reference_impl.pixels import to_patches
+from reference_impl.request import Cache, Call
 from reference_impl.tokenizer import TextFrontEnd
-from reference_impl.vision import to_patches
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-KEPT_WIDE = (".sinks", ".e_score_correction_bias")
+KEPT_WIDE = (".sinks", ".e_score_correction_bias", ".A_log", ".dt_bias", "_res.query")
 """Parameters that stay float32 below float32."""
 
 
@@ -31,7 +32,7 @@ class ReferenceAdapter:
     scope = Scope(
         image=True,
         phases=("prefill", "chunk", "decode"),
-        max_length_tokens=1024,
+        max_length_tokens=8192,
         chat=True,
     )
 
@@ -187,10 +188,6 @@ class ReferenceAdapter:
         device = self.setup.device
         ids = inputs.token_ids.to(device)
         positions = torch.arange(ids.shape[1])[None] if inputs.position_ids is None else inputs.position_ids
-        features = None
-        if "pixel_values" in inputs.extras:
-            pixel_values, grid = (inputs.extras[k].to(device) for k in ("pixel_values", "image_grid"))
-            features = picture_features(model, pixel_values, grid, ids, start, record)
         call = Call(
             positions_BT=positions[:, start:stop].to(device),
             start=start,
@@ -199,7 +196,10 @@ class ReferenceAdapter:
             record=record,
         )
         with torch.no_grad(), self.rounding.inputs() if self.rounding is not None else nullcontext():
-            return model.forward(ids[:, start:stop], features, call)
+            if start == 0 and "pixel_values" in inputs.extras:
+                pixel_values, grid = (inputs.extras[k].to(device) for k in ("pixel_values", "image_grid"))
+                cache.pictures = model.look(pixel_values, grid, ids, record)
+            return model.forward(ids[:, start:stop], call)
 
     def _token_ids(self, case: Case, config: Config, rows: Sequence[int]) -> TokenIds:
         """Return a case's ids with `<image>` repeated for the rows of each picture."""
