@@ -11,6 +11,8 @@ from typing import Any
 from harness.errors import CheckpointError
 
 MODEL_TYPE = "day0_seed"
+RECURRENT, SPARSE = "recurrent_attention", "sparse_attention"
+POLICIES = ("importance", "block", "random")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,10 @@ class VisionConfig:
     num_heads: int
     intermediate_size: int
     pos_embed_grid: tuple[int, int]
+    deepstack_visual_indexes: tuple[int, ...]
+    min_pixels: int
+    max_pixels: int
+    rope_theta: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
     layer_norm_eps: float
@@ -40,21 +46,40 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """How far positions turn (YaRN). Field names as in `rope_parameters`."""
+
+    rope_theta: float
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The decoder. Field names as in `config.json`."""
 
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
+    layer_types: tuple[str, ...]
+    residual_block_layers: int
     num_attention_heads: int
+    linear_num_heads: int
+    linear_head_dim: int
+    linear_conv_kernel_dim: int
     q_lora_rank: int
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    rope_theta: float
     rms_norm_eps: float
+    index_policies: tuple[str, ...]
     index_topk: int
+    index_window: int
+    index_block: int
     index_n_heads: int
     index_head_dim: int
     index_rope_dim: int
@@ -62,9 +87,13 @@ class Config:
     intermediate_size: int
     n_routed_experts: int
     num_experts_per_tok: int
+    n_group: int
+    topk_group: int
     moe_intermediate_size: int
     n_shared_experts: int
     routed_scaling_factor: float
+    num_nextn_predict_layers: int
+    deepstack_layers: tuple[int, ...]
     max_position_embeddings: int
     page_tokens: int
     logit_softcap: float
@@ -72,11 +101,12 @@ class Config:
     bos_token_id: int
     eos_token_id: tuple[int, ...]
     block: tuple[int, int]
+    rope: RopeConfig
     vision: VisionConfig | None
 
     @property
     def head_dim(self) -> int:
-        """Width of a head's query and key."""
+        """Width of a head's query and key in sparse attention."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -84,9 +114,28 @@ class Config:
         """Width of the shared expert."""
         return self.moe_intermediate_size * self.n_shared_experts
 
+    @property
+    def further(self) -> int | None:
+        """Number of the layer that predicts one more token, if there is one."""
+        return self.num_hidden_layers if self.num_nextn_predict_layers else None
+
     def is_dense(self, layer: int) -> bool:
         """Say whether a layer has a plain MLP."""
         return layer < self.first_k_dense_replace
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Say whether a layer has recurrent attention; the others attend sparsely."""
+        return layer < self.num_hidden_layers and self.layer_types[layer] == RECURRENT
+
+    def policy(self, layer: int) -> str:
+        """Return how a sparse layer chooses its keys."""
+        if layer >= self.num_hidden_layers:
+            return POLICIES[0]
+        return self.index_policies[sum(kind == SPARSE for kind in self.layer_types[:layer])]
+
+    def ends_a_block(self, layer: int) -> bool:
+        """Say whether the stream so far is put by, and begun anew, within this layer."""
+        return layer % self.residual_block_layers == 0
 
 
 def read_config(checkpoint: Path) -> Config:
@@ -103,10 +152,30 @@ def read_config(checkpoint: Path) -> Config:
     quant = data.get("quantization_config") or {}
     if quant.get("experts") != "mxfp4" or quant.get("linears") != "fp8":
         raise CheckpointError(f"expected experts in mxfp4 and linears in fp8 in {path}, found {quant}")
-    given = {**data, "block": quant.get("weight_block_size"), "vision": None}
+    rope = _pick(RopeConfig, data.get("rope_parameters") or {}, path)
+    given = {**data, "block": quant.get("weight_block_size"), "vision": None, "rope": RopeConfig(**rope)}
     if data.get("vision_config"):
         given["vision"] = VisionConfig(**_pick(VisionConfig, data["vision_config"], path))
-    return Config(**_pick(Config, given, path))
+    config = Config(**_pick(Config, given, path))
+    _check(config, path)
+    return config
+
+
+def _check(config: Config, path: Path) -> None:
+    """Raise CheckpointError for kinds of layers, policies or groups that the port does not know."""
+    sparse = sum(kind == SPARSE for kind in config.layer_types)
+    unknown = sorted({*config.layer_types} - {RECURRENT, SPARSE} | {*config.index_policies} - {*POLICIES})
+    if unknown or len(config.layer_types) != config.num_hidden_layers or len(config.index_policies) != sparse:
+        raise CheckpointError(
+            f"expected {config.num_hidden_layers} layer_types of {RECURRENT}, {SPARSE} and for each sparse one an "
+            f"index_policies entry of {', '.join(POLICIES)} in {path}, found {config.layer_types}, "
+            f"{config.index_policies}"
+        )
+    if config.n_routed_experts % config.n_group or config.num_nextn_predict_layers > 1:
+        raise CheckpointError(
+            f"expected groups of equal size and at most one layer for further tokens in {path}, found "
+            f"{config.n_routed_experts} experts in {config.n_group} groups, {config.num_nextn_predict_layers} layers"
+        )
 
 
 def _pick(kind: type, data: Mapping[str, Any], path: Path) -> dict[str, Any]:

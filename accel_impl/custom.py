@@ -1,7 +1,7 @@
 """Fused implementations, as a vendor's kernels would be: fewer rounding points, another order. Knows the contract only.
 
-Everything between an operator's inputs and its output stays in float32 and is rounded once. What is not here runs on
-`accel_impl.fallback`. Shapes: as in `accel_impl.ops`.
+Everything between an operator's inputs and its output stays in float32 and is rounded once. Those with shapes of their
+own are operators of torch, too (`accel_impl.kernels`). Shapes: as in `accel_impl.ops`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel_impl import kernels
 from accel_impl.formats import Resident
 
 FLOAT = torch.float32
 ALPHA, LIMIT = 1.702, 7.0
-QUERY_TILE = 128
-"""Queries of one tile; bounds the memory of scores at long context."""
+
+indexer_scores = kernels.indexer_scores
+choose_keys = kernels.choose_keys
+mix_streams = kernels.mix_streams
+causal_conv = kernels.causal_conv
+scan_chunks = kernels.scan_chunks
+scan_step = kernels.scan_step
 
 
 def rms_norm(x_F: Tensor, weight_F: Tensor, eps: float) -> Tensor:
@@ -27,17 +33,26 @@ def rms_norm(x_F: Tensor, weight_F: Tensor, eps: float) -> Tensor:
     return (x * weight_F.to(FLOAT) / norm[..., None]).to(x_F.dtype)
 
 
-def rope(x_BTHR: Tensor, positions_BT: Tensor, *, theta: float, interleaved: bool) -> Tensor:
-    """Rotate as a complex product."""
-    width = x_BTHR.shape[-1]
-    frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angle = (positions_BT[..., None].double() * frequency)[:, :, None, :]
-    turn = torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
+def gated_norm(x_F: Tensor, weight_F: Tensor, gate_F: Tensor, eps: float) -> Tensor:
+    """Gate first, normalise last."""
+    x = x_F.to(FLOAT)
+    norm = (torch.linalg.vecdot(x, x) / x.shape[-1] + eps).sqrt()
+    return (torch.sigmoid(gate_F.to(FLOAT)) * weight_F.to(FLOAT) * x / norm[..., None]).to(gate_F.dtype)
+
+
+def unit_norm(x_F: Tensor, eps: float, scale: float) -> Tensor:
+    """Divide by the length."""
+    x = x_F.to(FLOAT)
+    return (x * scale / (torch.linalg.vecdot(x, x) + eps).sqrt()[..., None]).to(x_F.dtype)
+
+
+def rope(x_BTHR: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate pairs as one product by a matrix of two rows, whatever their order."""
     x = x_BTHR.to(FLOAT)
-    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
-    rotated = turned if interleaved else turned.transpose(-1, -2)
-    return rotated.flatten(-2).to(x_BTHR.dtype)
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).mT
+    turn = torch.stack((cos_BTR, -sin_BTR, sin_BTR, cos_BTR), dim=-1).unflatten(-1, (2, 2))[:, :, None]
+    turned = (turn * pairs[..., None, :]).sum(-1)
+    return (turned if interleaved else turned.mT).flatten(-2).to(x_BTHR.dtype)
 
 
 def linear(x_F: Tensor, weight: Resident, bias: Tensor | None = None, *, out: torch.dtype | None = None) -> Tensor:
@@ -59,71 +74,34 @@ def swiglu_clamped(gate_F: Tensor, up_F: Tensor) -> Tensor:
     return ((up + 1) * (gate * torch.sigmoid(ALPHA * gate))).to(gate_F.dtype)
 
 
-def indexer_scores(q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, positions_BT: Tensor) -> Tensor:
-    """Score tile by tile of queries; never holds more than a tile's products."""
-    heads, width = q_BTHD.shape[-2:]
-    keys = k_BSD.to(FLOAT).transpose(1, 2)[:, None]
-    weights = weights_BTH.to(FLOAT) * (heads**-0.5 * width**-0.5)
-    span = torch.arange(k_BSD.shape[1])
-    tiles = []
-    for at in range(0, q_BTHD.shape[1], QUERY_TILE):
-        tile = slice(at, at + QUERY_TILE)
-        products = (q_BTHD[:, tile].to(FLOAT) @ keys).relu_()
-        scores = (weights[:, tile, None] @ products)[:, :, 0]
-        tiles.append(scores.masked_fill_(span > positions_BT[:, tile, None], float("-inf")))
-    return torch.cat(tiles, dim=1)
+def decay_rate(x_BTHK: Tensor, a_log_H: Tensor, bias_HK: Tensor) -> Tensor:
+    """Write softplus so that neither side overflows."""
+    x = x_BTHK.to(FLOAT) + bias_HK.to(FLOAT)
+    return -(x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))) * a_log_H.to(FLOAT).exp()[:, None]
 
 
-def attend_dense(
-    q_BTHD: Tensor,
-    latent_BSL: Tensor,
-    rope_BSR: Tensor,
-    kv_b: Resident,
-    sinks_H: Tensor,
-    chosen_BTK: Tensor,
-    scale: float,
+def attend_prefill(
+    q_BTHD: Tensor, latent_NL: Tensor, rope_NR: Tensor, rows_BTK: Tensor, kv_b: Resident, sinks_H: Tensor, scale: float
 ) -> Tensor:
-    """Expand every latent once, then let each query gather what it has chosen: work grows with K, not with S."""
-    heads, rotary = q_BTHD.shape[2], rope_BSR.shape[-1]
-    nope = q_BTHD.shape[-1] - rotary
-    kv = F.linear(latent_BSL.to(FLOAT), kv_b.decode(FLOAT)).unflatten(-1, (heads, -1))
-    batch = torch.arange(len(kv))[:, None, None]
-    picked = chosen_BTK.clamp(min=0)
-    kv_BTKHD, rope_BTKR = kv[batch, picked], rope_BSR.to(FLOAT)[batch, picked]
-    q = q_BTHD.to(FLOAT)
-    scores = torch.einsum("bthd,btkhd->bthk", q[..., :nope], kv_BTKHD[..., :nope])
-    scores = (scores + q[..., nope:] @ rope_BTKR.transpose(-1, -2)) * scale
-    scores = scores.masked_fill_((chosen_BTK < 0)[:, :, None], float("-inf"))
-    p = _with_sink(scores, sinks_H.to(FLOAT)[None, None, :, None])
-    return torch.einsum("bthk,btkhv->bthv", p, kv_BTKHD[..., nope:]).to(q_BTHD.dtype)
+    """Gather, for a block of queries, the rows that any of them has chosen, and expand each of those once."""
+    return kernels.attend_prefill(q_BTHD, latent_NL, rope_NR, rows_BTK, kv_b.decode(FLOAT), sinks_H, scale)
 
 
-def _with_sink(scores: Tensor, sink: Tensor) -> Tensor:
-    """Return the softmax over the last axis whose denominator also counts exp(sink)."""
-    top = torch.maximum(scores.amax(-1, keepdim=True), sink)
-    weight = (scores - top).exp()
-    return weight / (weight.sum(-1, keepdim=True) + (sink - top).exp())
-
-
-def attend_sparse(
-    q_BTHD: Tensor,
-    latent_BTKL: Tensor,
-    rope_BTKR: Tensor,
-    kv_b: Resident,
-    sinks_H: Tensor,
-    valid_BTK: Tensor,
-    scale: float,
+def attend_decode(
+    q_BTHD: Tensor, latent_NL: Tensor, rope_NR: Tensor, rows_BTK: Tensor, kv_b: Resident, sinks_H: Tensor, scale: float
 ) -> Tensor:
     """Attend in latent space: kv_b is absorbed into the query and into the output."""
-    heads, rotary = q_BTHD.shape[2], rope_BTKR.shape[-1]
-    nope = q_BTHD.shape[-1] - rotary
-    weight = kv_b.decode(FLOAT).unflatten(0, (heads, -1))
-    q, latent = q_BTHD.to(FLOAT), latent_BTKL.to(FLOAT)
-    absorbed = torch.einsum("bthn,hnl->bthl", q[..., :nope], weight[:, :nope])
-    scores = absorbed @ latent.transpose(-1, -2) + q[..., nope:] @ rope_BTKR.to(FLOAT).transpose(-1, -2)
-    scores = (scores * scale).masked_fill(~valid_BTK[:, :, None], float("-inf"))
-    p = _with_sink(scores, sinks_H.to(FLOAT)[None, None, :, None])
-    return torch.einsum("bthl,hvl->bthv", p @ latent, weight[:, nope:]).to(q_BTHD.dtype)
+    return kernels.attend_decode(q_BTHD, latent_NL, rope_NR, rows_BTK, kv_b.decode(FLOAT), sinks_H, scale)
+
+
+def best_groups(scores_BTE: Tensor, groups: int, taken: int) -> Tensor:
+    """Count for each group those before it, instead of sorting."""
+    by_group = scores_BTE.unflatten(-1, (groups, -1))
+    worth = by_group.topk(2, dim=-1).values.sum(-1)
+    place = torch.arange(groups, device=worth.device)
+    one, other = worth[..., :, None], worth[..., None, :]
+    before = (other > one) | ((other == one) & (place < place[:, None]))
+    return by_group.masked_fill((before.sum(-1) >= taken)[..., None], float("-inf")).flatten(-2)
 
 
 def grouped_experts(
@@ -152,7 +130,8 @@ def grouped_experts(
 
 def attend_patches(q_PHD: Tensor, k_PHD: Tensor, v_PHD: Tensor, lengths: Sequence[int]) -> Tensor:
     """Attend over all patches at once behind a block mask, unrounded."""
-    picture = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    counts = torch.tensor(lengths, device=q_PHD.device)
+    picture = torch.repeat_interleave(torch.arange(len(lengths), device=q_PHD.device), counts)
     q, k, v = (t.to(FLOAT).transpose(0, 1)[None] for t in (q_PHD, k_PHD, v_PHD))
     mask = picture[:, None] == picture[None, :]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0].transpose(0, 1).to(q_PHD.dtype)

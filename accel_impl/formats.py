@@ -5,7 +5,7 @@ Source of the layouts: OCP Microscaling Formats v1.0 (E2M1, E8M0); DeepSeek-V3's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,10 @@ class Plain:
         """Resident bytes."""
         return self.tensor.numel() * self.tensor.element_size()
 
+    def to(self, device: torch.device | str) -> Plain:
+        """Return it on a device."""
+        return Plain(tensor=self.tensor.to(device))
+
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return the values in `dtype`."""
         return self.tensor.to(dtype)
@@ -87,12 +91,17 @@ class Fp8:
         """Resident bytes, scales included."""
         return self.q.numel() + self.scale.numel() * self.scale.element_size()
 
+    def to(self, device: torch.device | str) -> Fp8:
+        """Return it on a device."""
+        return replace(self, q=self.q.to(device), scale=self.scale.to(device))
+
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return q * scale, multiplied in float32."""
         scale = exp2_of(self.scale) if self.scale.dtype == torch.uint8 else self.scale
         for axis, start in enumerate((self.row0, self.col0)):
             if self.block[axis] > 1 and scale.shape[axis] > 1:
-                scale = scale.index_select(axis, block_of(start, self.q.shape[axis], self.block[axis]))
+                blocks = block_of(start, self.q.shape[axis], self.block[axis])
+                scale = scale.index_select(axis, blocks.to(scale.device))
         return (self.q.float() * scale).to(dtype)
 
 
@@ -106,7 +115,7 @@ def block_of(start: int, count: int, block: int) -> Tensor:
 
 def exp2_of(byte: Tensor) -> Tensor:
     """Return 2^(byte - 127) as float32."""
-    return torch.ldexp(torch.ones(byte.shape), byte.to(torch.int32) - E8M0_BIAS)
+    return torch.ldexp(torch.ones(byte.shape, device=byte.device), byte.to(torch.int32) - E8M0_BIAS)
 
 
 def fp8_shard(q: Tensor, scale: Tensor, block: tuple[int, int], rows: range, cols: range) -> Fp8:

@@ -62,8 +62,9 @@ class Loaded:
 
 
 def load(
-    shards: Shards, config: Config, place: Place, dtype: torch.dtype, *, order: str = "forward", poison: bool = False
-) -> Loaded:
+    shards: Shards, config: Config, place: Place, dtype: torch.dtype, *, order: str = "forward", poison: bool = False,
+    device: torch.device | str = "cpu",
+) -> Loaded:  # fmt: skip
     """Load this rank's part of a checkpoint.
 
     `order` is the order in which parameters are visited; `poison` fills the workspace with NaN before each use.
@@ -83,7 +84,8 @@ def load(
         raw = {name: shards.read(name) for name in _stored(param)}
         read = sum(t.numel() * t.element_size() for t in raw.values())
         ledger.add(read)
-        weights[param.name], lost = _resident(param, raw, config, workspace, dtype)
+        resident, lost = _resident(param, raw, config, workspace, dtype)
+        weights[param.name] = resident.to(device)
         if lost:
             lossy[param.name] = lost
         ledger.add(weights[param.name].nbytes)

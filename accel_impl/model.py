@@ -1,229 +1,200 @@
-"""The decoder of one rank: prefill, chunk and decode over a store of keys. Knows names of weights and operators.
+"""The decoder of one rank: embedding, mixes across layers, layers, logits, one more token. Knows what follows what.
 
-Every unit's output goes through `record`, and what comes back is what the next unit gets. Must not know files, threads
-or how weights are stored.
+Every unit's output goes through `record`, and what comes back is what the next unit gets. Must not know files, threads,
+or how weights and keys are stored.
 
-Legend: B batch (1), T tokens of this call, S keys so far, F features, H heads of this rank, D head width, K chosen,
-E experts.
+Legend: B requests, T tokens of this call, F features, N streams, M rows of pictures, V words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from accel_impl import ops
-from accel_impl.backend import BackendAdapter
-from accel_impl.config import Config
-from accel_impl.formats import Resident
-from accel_impl.parallel import Place
+from accel_impl.experts import experts
+from accel_impl.held import HIDDEN, Held
+from accel_impl.recurrent import recurrent_attention
+from accel_impl.sparse import Span, span_of, sparse_attention
+from accel_impl.store import SlotStore
 from accel_impl.vision import Tower
 from harness.adapter import Inputs, Recorder
 
-HIDDEN, HEADS, CHOICE = "batch token feature", "batch token head feature", "batch token choice"
-INDEXER_EPS = 1e-6
-"""Of the layer norm of the indexer's keys; the configuration does not name it."""
+LOGITS = "batch token vocab"
 
 
-class Store(Protocol):
-    """Where keys go and come from: `accel_impl.cache.NoCache` or `SlotStore`. `sparse` asks for the decode path."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pictures:
+    """What the tower makes of a request's pictures. `rows_MF` at the placeholders, `deepstack` [M, F] for each outlet.
 
-    sparse: bool
+    `places_M` are the placeholders' places in the request, on the host.
+    """
 
-    def put(self, layer: int, values: Mapping[str, Tensor]) -> None:
-        """Keep the values of this call's tokens."""
+    rows_MF: Tensor
+    deepstack: tuple[Tensor, ...]
+    places_M: Tensor
 
-    def all(self, layer: int, field: str) -> Tensor:
-        """Return the values of all tokens so far [1, S, width]."""
 
-    def chosen(self, layer: int, field: str, chosen_BTK: Tensor) -> Tensor:
-        """Return the values of chosen tokens only [1, T, K, width]; asked of a sparse store only."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one call computes: tokens of requests side by side, all of the same count.
+
+    `token_ids_BT` and `positions_BT` lie on the host. `total` is what scores are padded to. `pictures` belong to the
+    only request of the call; `further` says whether the layer for one more token runs, too.
+    """
+
+    token_ids_BT: Tensor
+    positions_BT: Tensor
+    total: int
+    pictures: Pictures | None = None
+    further: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Logits [B, T, V] float32 of what follows each token, and of what follows that (last stage only)."""
+
+    logits: Tensor
+    further: Tensor | None = None
 
 
 class Model:
     """One rank's layers. `features` of pictures are given by the caller, who may hold them over several calls."""
 
-    def __init__(
-        self, config: Config, weights: Mapping[str, Resident], place: Place, use: BackendAdapter, dtype: torch.dtype
-    ) -> None:
-        self.config, self.weights, self.place, self.use, self.dtype = config, weights, place, use, dtype
-        self.tower = Tower(config.vision, weights, place, use, dtype) if config.vision and place.first else None
-        for kind in ("latent_sparse_prefill", "latent_sparse_decode"):
-            use.map_attention(kind)
+    def __init__(self, held: Held) -> None:
+        self.held, self.config, self.place, self.weights = held, held.config, held.place, held.weights
+        self.tower = Tower(held) if held.config.vision and held.place.first else None
+        for kind in ("latent_sparse_prefill", "latent_sparse_decode", "recurrent_prefill", "recurrent_decode"):
+            held.use.map_attention(kind)
 
-    def _tensor(self, name: str) -> Tensor:
-        return self.weights[name].decode(self.dtype)
-
-    def _linear(self, x: Tensor, name: str) -> Tensor:
-        return ops.linear(self.use, x, self.weights[f"{name}.weight"])
-
-    def _exact(self, x: Tensor, name: str) -> Tensor:
-        return ops.linear(self.use, x.float(), self.weights[f"{name}.weight"])
-
-    def _row_linear(self, x: Tensor, name: str) -> Tensor:
-        """Multiply by a matrix cut along its input and sum over ranks, rounding once."""
-        if self.place.tp.size == 1:
-            return self._linear(x, name)
-        partial = ops.linear(self.use, x, self.weights[f"{name}.weight"], out=torch.float32)
-        return self.place.reduce(partial).to(self.dtype)
-
-    def _rms_norm(self, x: Tensor, name: str) -> Tensor:
-        return ops.rms_norm(self.use, x, self._tensor(f"{name}.weight"), self.config.rms_norm_eps)
-
-    def features(self, inputs: Inputs, record: Recorder) -> Tensor | None:
-        """Run the tower, if this rank holds it and the request has pictures."""
-        if self.tower is None or "pixel_values" not in inputs.extras:
+    def features(self, inputs: Inputs, record: Recorder) -> Pictures | None:
+        """Run the tower where this rank holds it, hand what it gives to later stages; None without pictures."""
+        if "pixel_values" not in inputs.extras:
             return None
-        return self.tower(inputs.extras["pixel_values"], inputs.extras["image_grid"], record)
+        places_M = (inputs.token_ids[0] == self.config.image_token_id).nonzero().flatten().cpu()
+        shape = (1 + len(self.config.deepstack_layers), len(places_M), self.config.hidden_size)
+        if self.tower is not None:
+            rows, deepstack = self.tower(inputs.extras["pixel_values"], inputs.extras["image_grid"], record)
+            given = torch.stack((rows, *deepstack))
+        else:
+            given = self.place.take_over(shape, self.held.dtype)
+        if not self.place.last:
+            self.place.send_on(given)
+        return Pictures(rows_MF=given[0], deepstack=tuple(given[1:]), places_M=places_M)
 
-    def run(
-        self, inputs: Inputs, start: int, stop: int, store: Store, features: Tensor | None, record: Recorder
-    ) -> Tensor:
-        """Return the logits [1, T, vocabulary] float32 of tokens [start, stop)."""
-        total = inputs.token_ids.shape[1]
-        positions = inputs.position_ids if inputs.position_ids is not None else torch.arange(total)[None]
-        positions_BT = positions[:, start:stop]
-        shape = (1, stop - start, self.config.hidden_size)
+    def run(self, step: Step, store: SlotStore, record: Recorder) -> Output:
+        """Return what follows the tokens of a step, and leave their keys and states in the store."""
+        pictures, layers = step.pictures, self.place.layers(self.config.num_hidden_layers)
+        first = pictures is not None and not store.starts[0]
+        if first:
+            store.open_pictures(pictures.places_M)
+        span = span_of(self.held, step.positions_BT, step.total)
         if self.place.first:
-            h = self._embed(inputs, start, stop, features, record)
+            streams = [self._embed(step, store, record)]
         else:
-            h = self.place.take_over(shape, self.dtype)
-        for layer in self.place.layers(self.config.num_hidden_layers):
-            h = record(f"layers.{layer}", self._layer(layer, h, positions_BT, total, store, record), dims=HIDDEN)
-        logits = None
-        if self.place.last:
-            logits = self._logits(record("norm", self._rms_norm(h, "model.norm"), dims=HIDDEN), record)
-        else:
-            self.place.send_on(h)
-        return self.place.share_logits(logits, (1, stop - start, self.config.vocab_size))
+            shape = (self._streams_before(layers.start), *step.token_ids_BT.shape, self.config.hidden_size)
+            streams = list(self.place.take_over(shape, self.held.dtype))
+        for layer in layers:
+            streams = self._layer(layer, streams, step, span, store, record, first=first)
+        if not self.place.last:
+            self.place.send_on(torch.stack(streams))
+        logits, further = self._ends(streams, step, span, store, record) if self.place.last else (None, None)
+        shape = (*step.token_ids_BT.shape, self.config.vocab_size)
+        return Output(logits=self.place.share_logits(logits, shape), further=further)
 
-    def _embed(self, inputs: Inputs, start: int, stop: int, features: Tensor | None, record: Recorder) -> Tensor:
-        ids = inputs.token_ids[:, start:stop]
-        h = record("embed", F.embedding(ids, self._tensor("model.embed_tokens.weight")), dims=HIDDEN)
-        if features is None:
+    def _streams_before(self, layer: int) -> int:
+        """Count the streams that are handed to a layer: those put by, and the one that goes on."""
+        return 1 + sum(self.config.ends_a_block(n) for n in range(layer))
+
+    # ---- parts
+
+    def _embed(self, step: Step, store: SlotStore, record: Recorder) -> Tensor:
+        h = record("embed", self._embedding(step.token_ids_BT), dims=HIDDEN)
+        if step.pictures is None:
             return h
-        is_image = inputs.token_ids[0] == self.config.image_token_id
-        row = is_image.long().cumsum(0) - 1
-        here = is_image[start:stop]
+        here, rows_M = self._placeholders(step.pictures, store)
         merged = h.clone()
-        merged[0, here] = features[row[start:stop][here]].to(h.dtype)
+        merged[0, here] = step.pictures.rows_MF[rows_M].to(h.dtype)
         return record("merged", merged, dims=HIDDEN)
 
-    def _layer(self, layer: int, h: Tensor, positions_BT: Tensor, total: int, store: Store, record: Recorder) -> Tensor:
-        name, tap = f"model.layers.{layer}", f"layers.{layer}"
-        x = record(f"{tap}.input_norm", self._rms_norm(h, f"{name}.input_layernorm"), dims=HIDDEN)
-        mixed = self._attention(layer, x, positions_BT, total, store, record)
-        h = record(f"{tap}.mid", h + record(f"{tap}.attn", mixed, dims=HIDDEN), dims=HIDDEN)
-        x = record(f"{tap}.post_attn_norm", self._rms_norm(h, f"{name}.post_attention_layernorm"), dims=HIDDEN)
+    def _embedding(self, token_ids_BT: Tensor) -> Tensor:
+        return F.embedding(token_ids_BT.to(self.held.device), self.held.tensor("model.embed_tokens.weight"))
+
+    def _placeholders(self, pictures: Pictures, store: SlotStore) -> tuple[Tensor, Tensor]:
+        """Return the tokens of this call that are placeholders, counted from its first, and their rows."""
+        start, device = store.starts[0], self.held.device
+        rows_M = ((pictures.places_M >= start) & (pictures.places_M < start + store.count)).nonzero().flatten()
+        return (pictures.places_M[rows_M] - start).to(device), rows_M.to(device)
+
+    def _mix(self, streams: list[Tensor], name: str) -> Tensor:
+        query_F = self.held.wide(f"{name}.query")
+        return ops.mix_streams(self.held.use, torch.stack(streams), query_F, self.config.rms_norm_eps)
+
+    def _layer(
+        self, layer: int, streams: list[Tensor], step: Step, span: Span, store: SlotStore, record: Recorder, *,
+        first: bool,
+    ) -> list[Tensor]:  # fmt: skip
+        """Return the streams after a layer; the last one goes on."""
+        held, name, tap = self.held, f"model.layers.{layer}", f"layers.{layer}"
+        x = streams[-1]
+        if layer:
+            x = record(f"{tap}.attn_mix", self._mix(streams, f"{name}.attn_res"), dims=HIDDEN)
+        x = record(f"{tap}.input_norm", held.rms_norm(x, f"{name}.input_layernorm"), dims=HIDDEN)
+        if self.config.is_recurrent(layer):
+            attn = recurrent_attention(held, layer, x, store, record)
+        else:
+            images = step.pictures.rows_MF if first and step.pictures is not None else None
+            attn = sparse_attention(held, layer, f"{tap}.attn", x, span, store, record, images_MF=images)
+        attn = record(f"{tap}.attn", attn, dims=HIDDEN)
+        put_by = streams if self.config.ends_a_block(layer) else streams[:-1]
+        h = record(f"{tap}.mid", attn if self.config.ends_a_block(layer) else streams[-1] + attn, dims=HIDDEN)
+        x = record(f"{tap}.mlp_mix", self._mix([*put_by, h], f"{name}.mlp_res"), dims=HIDDEN)
+        h = h + self._feed_forward(layer, name, tap, x, record)
+        if step.pictures is not None and layer in self.config.deepstack_layers:
+            here, rows_M = self._placeholders(step.pictures, store)
+            rows = step.pictures.deepstack[self.config.deepstack_layers.index(layer)][rows_M]
+            h[0, here] = h[0, here] + rows.to(h.dtype)
+        return [*put_by, record(tap, h, dims=HIDDEN)]
+
+    def _feed_forward(self, layer: int, name: str, tap: str, x: Tensor, record: Recorder) -> Tensor:
+        x = record(f"{tap}.post_attn_norm", self.held.rms_norm(x, f"{name}.post_attention_layernorm"), dims=HIDDEN)
         if self.config.is_dense(layer):
-            return h + record(f"{tap}.mlp", self._gated(x, f"{name}.mlp"), dims=HIDDEN)
-        return h + record(f"{tap}.moe", self._moe(x, f"{name}.mlp", f"{tap}.moe", record), dims=HIDDEN)
+            return record(f"{tap}.mlp", self.held.gated(x, f"{name}.mlp"), dims=HIDDEN)
+        return record(f"{tap}.moe", experts(self.held, layer, f"{tap}.moe", x, record), dims=HIDDEN)
 
-    def _attention(
-        self, layer: int, x: Tensor, positions_BT: Tensor, total: int, store: Store, record: Recorder
-    ) -> Tensor:
-        config, name, tap = self.config, f"model.layers.{layer}.self_attn", f"layers.{layer}.attn"
-        rotate = {"theta": config.rope_theta, "interleaved": True}
-        q_a = record(f"{tap}.q_a", self._linear(x, f"{name}.q_a_proj"), dims=HIDDEN)
-        q_a = record(f"{tap}.q_norm", self._rms_norm(q_a, f"{name}.q_a_layernorm"), dims=HIDDEN)
-        q = self._linear(q_a, f"{name}.q_b_proj").unflatten(-1, (-1, config.head_dim))
-        q_nope, q_rope = q.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
-        q = torch.cat((q_nope, ops.rope(self.use, q_rope, positions_BT, **rotate)), dim=-1)
-        heads = config.num_attention_heads
-        q_BTHD = self.place.record_cut(record, f"{tap}.q", q, heads, 2, HEADS)
-        kv = self._linear(x, f"{name}.kv_a_proj_with_mqa")
-        latent, k_rope = kv.split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
-        latent = record(f"{tap}.kv_latent", self._rms_norm(latent, f"{name}.kv_a_layernorm"), dims=HIDDEN)
-        k_rope = ops.rope(self.use, k_rope[:, :, None], positions_BT, **rotate)[:, :, 0]
-        k_rope = record(f"{tap}.k_rope", k_rope, dims=HIDDEN)
-        chosen_BTK = self._choose(layer, x, q_a, positions_BT, total, {"latent": latent, "rope": k_rope}, store, record)
-        core = self._core(layer, q_BTHD, chosen_BTK, store)
-        core = self.place.record_cut(record, f"{tap}.core", core, heads, 2, HEADS)
-        return self._row_linear(core.flatten(2), f"{name}.o_proj")
+    # ---- the end
 
-    def _choose(
-        self,
-        layer: int,
-        x: Tensor,
-        q_a: Tensor,
-        positions_BT: Tensor,
-        total: int,
-        keys: Mapping[str, Tensor],
-        store: Store,
-        record: Recorder,
-    ) -> Tensor:
-        """Put this call's keys into the store and return the keys that each query attends to [1, T, K], -1 unused."""
-        config, name, tap = self.config, f"model.layers.{layer}.self_attn.indexer", f"layers.{layer}.attn.indexer"
-        q = self._linear(q_a, f"{name}.wq_b").unflatten(-1, (-1, config.index_head_dim))
-        q = record(f"{tap}.q", self._index_rope(q, positions_BT), dims=HEADS)
-        k = self._linear(x, f"{name}.wk")
-        bias = self._tensor(f"{name}.k_norm.bias")
-        k = ops.layer_norm(self.use, k, self._tensor(f"{name}.k_norm.weight"), bias, INDEXER_EPS)
-        k = record(f"{tap}.k", self._index_rope(k[:, :, None], positions_BT)[:, :, 0], dims=HIDDEN)
-        weights = record(f"{tap}.weights", self._exact(x, f"{name}.weights_proj"), dims=HIDDEN)
-        store.put(layer, {**keys, "index": k})
-        scores = ops.indexer_scores(self.use, q, store.all(layer, "index"), weights, positions_BT)
-        scores = F.pad(scores, (0, max(0, total - scores.shape[-1])), value=float("-inf"))
-        scores = record(f"{tap}.topk.scores", scores, dims="batch token key", kind="scores")
-        return record(
-            f"{tap}.topk", ops.choose_keys(self.use, scores, config.index_topk), dims=CHOICE, kind="selection"
-        )
+    def _ends(
+        self, streams: list[Tensor], step: Step, span: Span, store: SlotStore, record: Recorder
+    ) -> tuple[Tensor, Tensor | None]:
+        x = record("final_mix", self._mix(streams, "model.final_res"), dims=HIDDEN)
+        norm = record("norm", self.held.rms_norm(x, "model.norm"), dims=HIDDEN)
+        logits = record("logits", self._logits(norm), dims=LOGITS, kind="logits")
+        earlier = torch.cat((store.norm()[:, None], norm[:, :-1]), dim=1)
+        store.put_norm(norm[:, -1])
+        if self.config.further is None or not step.further:
+            return logits, None
+        return logits, self._further(self.config.further, earlier, step, span, store, record)
 
-    def _index_rope(self, x_BTHD: Tensor, positions_BT: Tensor) -> Tensor:
-        turned, rest = x_BTHD.tensor_split([self.config.index_rope_dim], dim=-1)
-        turned = ops.rope(self.use, turned, positions_BT, theta=self.config.rope_theta, interleaved=False)
-        return torch.cat((turned, rest), dim=-1)
-
-    def _core(self, layer: int, q_BTHD: Tensor, chosen_BTK: Tensor, store: Store) -> Tensor:
-        """Attend: the decode path gathers the chosen keys only, every other path has all keys at hand."""
-        name = f"model.layers.{layer}.self_attn"
-        kv_b, sinks_H = self.weights[f"{name}.kv_b_proj.weight"], self.weights[f"{name}.sinks"].decode(torch.float32)
-        scale = self.config.head_dim**-0.5
-        if store.sparse:
-            latent, rope = (store.chosen(layer, part, chosen_BTK) for part in ("latent", "rope"))
-            return ops.attend_sparse(self.use, q_BTHD, latent, rope, kv_b, sinks_H, chosen_BTK >= 0, scale)
-        latent, rope = (store.all(layer, part) for part in ("latent", "rope"))
-        return ops.attend_dense(self.use, q_BTHD, latent, rope, kv_b, sinks_H, chosen_BTK, scale)
-
-    def _gated(self, x: Tensor, name: str) -> Tensor:
-        inner = ops.swiglu(self.use, self._linear(x, f"{name}.gate_proj"), self._linear(x, f"{name}.up_proj"))
-        return self._row_linear(inner, f"{name}.down_proj")
-
-    def _moe(self, x: Tensor, name: str, tap: str, record: Recorder) -> Tensor:
-        config = self.config
-        router = f"{tap}.router"
-        logits = record(f"{router}.logits", self._exact(x, f"{name}.gate"), dims="batch token expert")
-        p_BTE = torch.sigmoid(logits)
-        biased = p_BTE + self.weights[f"{name}.gate.e_score_correction_bias"].decode(torch.float32)
-        biased = record(f"{router}.topk.scores", biased, dims="batch token expert", kind="scores")
-        ids = ops.choose_experts(self.use, biased, config.num_experts_per_tok)
-        ids = record(f"{router}.topk", ids, dims=CHOICE, kind="routing")
-        chosen = p_BTE.gather(-1, ids)
-        weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * config.routed_scaling_factor
-        weights = record(f"{router}.weights", weights, dims=CHOICE)
-        partial = ops.grouped_experts(self.use, x, ids, weights, self._experts(name), self._clamped)
-        routed = record(f"{tap}.experts", self.place.reduce_experts(partial).to(self.dtype), dims=HIDDEN)
-        shared = record(f"{tap}.shared_expert", self._gated(x, f"{name}.shared_experts"), dims=HIDDEN)
-        return routed + shared
-
-    def _experts(self, name: str) -> dict[int, tuple[Resident, Resident, Resident]]:
-        held = self.place.experts(self.config.n_routed_experts)
-        return {
-            expert: tuple(
-                self.weights[f"{name}.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")
-            )  # type: ignore[misc]
-            for expert in held
-        }
-
-    def _clamped(self, gate: Tensor, up: Tensor) -> Tensor:
-        return ops.swiglu_clamped(self.use, gate, up)
-
-    def _logits(self, x: Tensor, record: Recorder) -> Tensor:
+    def _logits(self, x: Tensor) -> Tensor:
         cap = self.config.logit_softcap
-        part = self._linear(x, "lm_head").float()
-        whole = self.place.gather(part, self.config.vocab_size, 2)
-        return record("logits", cap * torch.tanh(whole / cap), dims="batch token vocab", kind="logits")
+        part = self.held.linear(x, "lm_head").float()
+        return cap * torch.tanh(self.place.gather(part, self.config.vocab_size, 2) / cap)
+
+    def _further(
+        self, layer: int, earlier: Tensor, step: Step, span: Span, store: SlotStore, record: Recorder
+    ) -> Tensor:
+        """Return logits of what follows each token, from `norm` of the token before and the token itself."""
+        held, name = self.held, f"model.layers.{layer}"
+        token = held.rms_norm(self._embedding(step.token_ids_BT), f"{name}.enorm")
+        x = torch.cat((token, held.rms_norm(earlier, f"{name}.hnorm")), dim=-1)
+        x = record("mtp.in", held.linear(x, f"{name}.eh_proj"), dims=HIDDEN)
+        normed = record("mtp.input_norm", held.rms_norm(x, f"{name}.input_layernorm"), dims=HIDDEN)
+        attn = sparse_attention(held, layer, "mtp.attn", normed, span, store, record, pictures=False)
+        x = record("mtp.mid", x + record("mtp.attn", attn, dims=HIDDEN), dims=HIDDEN)
+        x = record("mtp", x + self._feed_forward(layer, name, "mtp", x, record), dims=HIDDEN)
+        x = record("mtp.norm", held.rms_norm(x, f"{name}.shared_head.norm"), dims=HIDDEN)
+        return record("mtp.logits", self._logits(x), dims=LOGITS, kind="hidden")

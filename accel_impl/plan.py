@@ -53,20 +53,67 @@ def scale_name(param: Param) -> str:
 
 def params(config: Config, place: Place) -> Iterator[Param]:
     """Yield every parameter that this rank holds."""
-    hidden = config.hidden_size
-    if place.first:
+    hidden, further = config.hidden_size, config.further
+    if place.first or (place.last and further is not None):
         yield Param(name="model.embed_tokens.weight", shape=(config.vocab_size, hidden), form=PLAIN)
+    if place.first:
         yield from _vision(config, place)
     for layer in place.layers(config.num_hidden_layers):
-        prefix = f"model.layers.{layer}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield Param(name=f"{prefix}.{norm}.weight", shape=(hidden,), form=PLAIN)
-        yield from _attention(config, place, f"{prefix}.self_attn")
-        yield from _dense(config, place, prefix) if config.is_dense(layer) else _moe(config, place, prefix)
+        yield from _layer(config, place, layer)
     if place.last:
+        yield Param(name="model.final_res.query", shape=(hidden,), form=EXACT)
         yield Param(name="model.norm.weight", shape=(hidden,), form=PLAIN)
         rows = (place.cut(config.vocab_size),)
         yield Param(name="lm_head.weight", shape=(config.vocab_size, hidden), form=PLAIN, rows=rows)
+    if place.last and further is not None:
+        yield from _further(config, place, further)
+
+
+def _layer(config: Config, place: Place, layer: int) -> Iterator[Param]:
+    prefix, hidden = f"model.layers.{layer}", config.hidden_size
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        yield Param(name=f"{prefix}.{norm}.weight", shape=(hidden,), form=PLAIN)
+    if layer < config.num_hidden_layers:
+        for mix in ("attn_res", "mlp_res") if layer else ("mlp_res",):
+            yield Param(name=f"{prefix}.{mix}.query", shape=(hidden,), form=EXACT)
+    if config.is_recurrent(layer):
+        yield from _recurrent(config, place, f"{prefix}.linear_attn")
+    else:
+        yield from _attention(config, place, f"{prefix}.self_attn")
+        if config.policy(layer) != "random":
+            yield from _indexer(config, f"{prefix}.self_attn.indexer")
+        if config.vision is not None and layer < config.num_hidden_layers:
+            latent = config.kv_lora_rank
+            yield Param(name=f"{prefix}.self_attn.visual_kv_proj.weight", shape=(latent, hidden), form=PLAIN)
+            yield Param(name=f"{prefix}.self_attn.visual_norm.weight", shape=(latent,), form=PLAIN)
+    yield from _dense(config, place, prefix) if config.is_dense(layer) else _moe(config, place, prefix)
+
+
+def _further(config: Config, place: Place, layer: int) -> Iterator[Param]:
+    prefix, hidden = f"model.layers.{layer}", config.hidden_size
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        yield Param(name=f"{prefix}.{norm}.weight", shape=(hidden,), form=PLAIN)
+    yield Param(name=f"{prefix}.eh_proj.weight", shape=(hidden, 2 * hidden), form=PLAIN)
+    yield from _layer(config, place, layer)
+
+
+def _recurrent(config: Config, place: Place, prefix: str) -> Iterator[Param]:
+    hidden, heads, width = config.hidden_size, config.linear_num_heads, config.linear_head_dim
+    heads_here = place.cut(heads)
+    mine, whole = _times(heads_here, width), heads * width
+    for name in ("q_proj", "k_proj", "v_proj"):
+        yield Param(name=f"{prefix}.{name}.weight", shape=(whole, hidden), form=FP8, rows=(mine,))
+    channels = tuple(range(part * whole + mine.start, part * whole + mine.stop) for part in range(3))
+    taps = (3 * whole, 1, config.linear_conv_kernel_dim)
+    yield Param(name=f"{prefix}.conv1d.weight", shape=taps, form=PLAIN, rows=channels)
+    for name in ("f", "g"):
+        yield Param(name=f"{prefix}.{name}_a_proj.weight", shape=(width, hidden), form=PLAIN)
+        yield Param(name=f"{prefix}.{name}_b_proj.weight", shape=(whole, width), form=PLAIN, rows=(mine,))
+    yield Param(name=f"{prefix}.b_proj.weight", shape=(heads, hidden), form=PLAIN, rows=(heads_here,))
+    yield Param(name=f"{prefix}.A_log", shape=(heads,), form=EXACT, rows=(heads_here,))
+    yield Param(name=f"{prefix}.dt_bias", shape=(whole,), form=EXACT, rows=(mine,))
+    yield Param(name=f"{prefix}.o_norm.weight", shape=(width,), form=PLAIN)
+    yield Param(name=f"{prefix}.o_proj.weight", shape=(hidden, whole), form=FP8, cols=mine)
 
 
 def _attention(config: Config, place: Place, prefix: str) -> Iterator[Param]:
@@ -92,7 +139,10 @@ def _attention(config: Config, place: Place, prefix: str) -> Iterator[Param]:
     )
     yield Param(name=f"{prefix}.o_proj.weight", shape=(hidden, heads * v), form=FP8, cols=_times(mine, v))
     yield Param(name=f"{prefix}.sinks", shape=(heads,), form=EXACT, rows=(mine,))
-    index, width = f"{prefix}.indexer", config.index_head_dim
+
+
+def _indexer(config: Config, index: str) -> Iterator[Param]:
+    hidden, width = config.hidden_size, config.index_head_dim
     yield Param(name=f"{index}.wq_b.weight", shape=(config.index_n_heads * width, config.q_lora_rank), form=PLAIN)
     yield Param(name=f"{index}.wk.weight", shape=(width, hidden), form=PLAIN)
     yield Param(name=f"{index}.k_norm.weight", shape=(width,), form=PLAIN)
@@ -141,23 +191,29 @@ def _vision(config: Config, place: Place) -> Iterator[Param]:
         yield Param(name=f"visual.{name}.weight", shape=(out, into), form=PLAIN, rows=rows, cols=cols)
         yield Param(name=f"visual.{name}.bias", shape=(out,), form=PLAIN, rows=rows)
 
-    def norm(name: str) -> Iterator[Param]:
+    def norm(name: str, size: int) -> Iterator[Param]:
         for part in ("weight", "bias"):
-            yield Param(name=f"visual.{name}.{part}", shape=(width,), form=PLAIN)
+            yield Param(name=f"visual.{name}.{part}", shape=(size,), form=PLAIN)
 
-    yield from linear("patch_embed", width, vision.patch_features)
+    kernel = (width, 3, vision.patch_size, vision.patch_size)
+    yield Param(name="visual.patch_embed.weight", shape=kernel, form=PLAIN)
+    yield Param(name="visual.patch_embed.bias", shape=(width,), form=PLAIN)
     yield Param(name="visual.pos_embed", shape=(*vision.pos_embed_grid, width), form=PLAIN)
     for index in range(vision.depth):
         block = f"blocks.{index}"
-        yield from norm(f"{block}.norm1")
-        yield from norm(f"{block}.norm2")
+        yield from norm(f"{block}.norm1", width)
+        yield from norm(f"{block}.norm2", width)
         yield from linear(f"{block}.attn.qkv", 3 * width, width, rows=qkv)
         yield from linear(f"{block}.attn.proj", width, width, cols=heads)
         yield from linear(f"{block}.mlp.fc1", vision.intermediate_size, width, rows=(inner,))
         yield from linear(f"{block}.mlp.fc2", width, vision.intermediate_size, cols=inner)
-    yield from norm("norm")
-    yield from linear("merger.fc1", vision.merged_features, vision.merged_features)
-    yield from linear("merger.fc2", config.hidden_size, vision.merged_features)
+    yield from norm("norm", width)
+    merged, outlets = vision.merged_features, range(len(vision.deepstack_visual_indexes))
+    for name in ("merger", *(f"deepstack.{index}" for index in outlets)):
+        if name != "merger":
+            yield from norm(f"{name}.norm", merged)
+        yield from linear(f"{name}.fc1", merged, merged)
+        yield from linear(f"{name}.fc2", config.hidden_size, merged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,19 +12,24 @@ from torch import Tensor
 
 from accel_impl import vision
 from accel_impl.backend import BackendAdapter
-from accel_impl.cache import NoCache, PagedCache, SlotStore
+from accel_impl.cache import PagedCache
 from accel_impl.config import Config, read_config
+from accel_impl.held import Held
 from accel_impl.loader import Loaded, load
-from accel_impl.model import Model
+from accel_impl.model import Model, Output, Pictures, Step
 from accel_impl.parallel import Fleet, Place, SharedRecorder, distributed_place
 from accel_impl.places import module_paths
 from accel_impl.shards import Shards
+from accel_impl.states import StateCache
+from accel_impl.store import Memory, SlotStore
 from accel_impl.tokenizer import TextFront
 from harness.adapter import Inputs, Recorder, TokenIds, Weight, silent
 from harness.errors import PortError, SpecError, nearest
 from harness.types import Case, Facts, Layout, Scope, Setup
 
-OPTIONS = {"ops": "custom", "compile": "off", "slots": "8", "pages": "1024", "visit": "forward", "poison": "0"}
+OPTIONS = {
+    "ops": "custom", "compile": "off", "fallback": "", "slots": "8", "pages": "1024", "visit": "forward", "poison": "0",
+}  # fmt: skip
 """Options of the SPEC and their defaults."""
 HARNESS_OPTIONS = ("dtype", "device", "backend")
 """Keys that may stand beside them and are meant for the harness."""
@@ -37,7 +42,7 @@ LAYOUTS = (Layout(), Layout(tp=2), Layout(ep=2), Layout(pp=2))
 class _Request:
     """What a slot holds beside its pages."""
 
-    features: Tensor | None = None
+    pictures: Pictures | None = None
 
 
 class AccelAdapter:
@@ -48,14 +53,17 @@ class AccelAdapter:
     def __init__(self, checkpoint: Path, setup: Setup) -> None:
         self.options = _options(setup.options)
         self.checkpoint, self.setup = checkpoint, setup
-        self.use = BackendAdapter(prefer=self.options["ops"], compiler=self.options["compile"])
+        switched = [name for name in self.options["fallback"].split(",") if name]
+        self.use = BackendAdapter(prefer=self.options["ops"], compiler=self.options["compile"], fallback=switched)
         self.config: Config = read_config(checkpoint)
         self.scope = Scope(
             text=True,
             image=self.config.vision is not None,
             layouts=LAYOUTS,
             phases=("prefill", "chunk", "decode"),
-            max_length_tokens=self.config.max_position_embeddings,
+            max_length_tokens=min(
+                self.config.max_position_embeddings, int(self.options["pages"]) * self.config.page_tokens
+            ),
             serves=True,
             chat=True,
             fallbacks=self.use.fallbacks,
@@ -64,7 +72,7 @@ class AccelAdapter:
         self.module_paths = module_paths(self.config)
         self.place = Place()
         self.model: Model | None = None
-        self.cache: PagedCache | None = None
+        self.memory: Memory | None = None
         self._requests: dict[int, _Request] = {}
         self._simulated: dict[Layout, tuple[Fleet, list[Model]]] = {}
         self._front: TextFront | None = None
@@ -75,41 +83,59 @@ class AccelAdapter:
     def load(self, checkpoint: Path, setup: Setup) -> Facts:
         """Load this rank's weights and make its cache."""
         self.checkpoint, self.setup = checkpoint, setup
-        self.config, self.dtype = read_config(checkpoint), _dtype(setup)
+        self.config, self.dtype, self.device = read_config(checkpoint), _dtype(setup), torch.device(setup.device)
         self._simulated.clear()
         self._requests.clear()
         if self.place.idle:
             return {"idle": True}
         loaded = self._loaded(self.place)
         self.lossy = loaded.lossy
-        self.model = Model(self.config, loaded.weights, self.place, self.use, self.dtype)
-        self.cache = PagedCache(
-            layers=self.place.layers(self.config.num_hidden_layers),
-            widths={
-                "latent": self.config.kv_lora_rank,
-                "rope": self.config.qk_rope_head_dim,
-                "index": self.config.index_head_dim,
-            },
-            pages=int(self.options["pages"]),
-            page_tokens=self.config.page_tokens,
-            slots=int(self.options["slots"]),
-            dtype=self.dtype,
+        self.model = self._model_of(loaded, self.place)
+        self.memory = self._memory_of(self.place, int(self.options["pages"]), int(self.options["slots"]))
+        return {**loaded.facts, "cache_bytes": self.memory.nbytes}
+
+    def _model_of(self, loaded: Loaded, place: Place) -> Model:
+        held = Held(
+            config=self.config, weights=loaded.weights, place=place, use=self.use, dtype=self.dtype, device=self.device
         )
-        return {**loaded.facts, "cache_bytes": self.cache.nbytes}
+        return Model(held)
+
+    def _memory_of(self, place: Place, pages: int, slots: int) -> Memory:
+        """Make pages and states for the layers that a place holds."""
+        config = self.config
+        layers = [n for n in place.layers(config.num_hidden_layers) if config.is_recurrent(n)]
+        keyed = [n for n in place.layers(config.num_hidden_layers) if not config.is_recurrent(n)]
+        if place.last and config.further is not None:
+            keyed.append(config.further)
+        widths = {"latent": config.kv_lora_rank, "rope": config.qk_rope_head_dim, "index": config.index_head_dim}
+        heads, width = len(place.cut(config.linear_num_heads)), config.linear_head_dim
+        kept: dict[str, Any] = {"slots": slots, "dtype": self.dtype, "device": self.device}
+        return Memory(
+            PagedCache(layers=keyed, widths=widths, pages=pages, page_tokens=config.page_tokens, **kept),
+            StateCache(
+                layers=layers,
+                memory=(heads, width, width),
+                inputs=(config.linear_conv_kernel_dim - 1, 3 * heads * width),
+                features=config.hidden_size,
+                **kept,
+            ),
+        )
 
     def _loaded(self, place: Place) -> Loaded:
         shards = Shards(self.checkpoint)
         poison = self.options["poison"] == "1"
-        return load(shards, self.config, place, self.dtype, order=self.options["visit"], poison=poison)
+        order = self.options["visit"]
+        return load(shards, self.config, place, self.dtype, order=order, poison=poison, device=self.device)
 
     def reload(self, *, reverse: bool, poison: bool) -> Facts:
         """Drop the weights and convert them anew, in either order, the workspace filled with NaN before each use."""
         self.model = None
         self._simulated.clear()
         order = "reverse" if reverse else "forward"
-        loaded = load(Shards(self.checkpoint), self.config, self.place, self.dtype, order=order, poison=poison)
+        shards = Shards(self.checkpoint)
+        loaded = load(shards, self.config, self.place, self.dtype, order=order, poison=poison, device=self.device)
         self.lossy = loaded.lossy
-        self.model = Model(self.config, loaded.weights, self.place, self.use, self.dtype)
+        self.model = self._model_of(loaded, self.place)
         return loaded.facts
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
@@ -128,7 +154,7 @@ class AccelAdapter:
         """Stop the server and free everything."""
         if self._server is not None:
             self._server.stop()
-        self._server = self.model = self.cache = self._front = None
+        self._server = self.model = self.memory = self._front = None
         self._simulated.clear()
         self._requests.clear()
 
@@ -137,10 +163,10 @@ class AccelAdapter:
             raise PortError("expected a loaded port, found none; call load first")
         return self.model
 
-    def _cache(self) -> PagedCache:
-        if self.cache is None:
+    def _memory(self) -> Memory:
+        if self.memory is None:
             raise PortError("expected a loaded port, found no cache; call load first")
-        return self.cache
+        return self.memory
 
     # ---- inputs
 
@@ -194,7 +220,18 @@ class AccelAdapter:
         """Run a whole prefill."""
         if self.place.idle:
             return torch.empty(1, inputs.token_ids.shape[1], 0)
-        return _prefill(self._model(), inputs, record)
+        return self.prefill(self._model(), inputs, record)
+
+    @torch.no_grad()
+    def prefill(self, model: Model, inputs: Inputs, record: Recorder) -> Tensor:
+        """Run a whole prefill of one rank over pages and states of its own, which end with it."""
+        length = inputs.token_ids.shape[1]
+        pictures = model.features(inputs, record)
+        size = self.config.page_tokens
+        pages = -(-length // size) + (-(-len(pictures.places_M) // size) if pictures is not None else 0)
+        memory = self._memory_of(model.place, pages, 1)
+        store = SlotStore(memory, [memory.open()], [0], length)
+        return model.run(step_of(inputs, 0, length, pictures), store, record).logits
 
     def generate(self, inputs: Inputs, max_new_tokens: int, record: Recorder) -> TokenIds:
         """Prefill, then decode greedily over the paged cache."""
@@ -221,26 +258,46 @@ class AccelAdapter:
 
     def open(self) -> int:
         """Take a slot."""
-        slot = self._cache().open()
+        slot = self._memory().open()
         self._requests[slot] = _Request()
         return slot
 
-    @torch.no_grad()
     def step(self, slot: int, inputs: Inputs, start: int, stop: int, record: Recorder) -> Tensor:
         """Process tokens [start, stop): a prefill, a chunk, or a sparse decode of one token."""
         if self.place.idle:
             return torch.empty(1, stop - start, 0)
+        return self.advance(slot, inputs, start, stop, record).logits
+
+    @torch.no_grad()
+    def advance(
+        self, slot: int, inputs: Inputs, start: int, stop: int, record: Recorder, *, further: bool = True
+    ) -> Output:
+        """Process tokens [start, stop) and return all that the model says; `further` runs the layer for one more."""
         model, request = self._model(), self._requests.get(slot)
         if request is None:
             raise PortError(f"expected an open slot, found {slot}; open are {sorted(self._requests)}")
         if start == 0:
-            request.features = model.features(inputs, record)
-        store = SlotStore(self._cache(), slot, start, stop)
-        return model.run(inputs, start, stop, store, request.features, record)
+            request.pictures = model.features(inputs, record)
+        store = SlotStore(self._memory(), [slot], [start], stop - start)
+        return model.run(step_of(inputs, start, stop, request.pictures, further=further), store, record)
+
+    @torch.no_grad()
+    def decode_together(self, slots: Sequence[int], tokens: Sequence[int], *, further: bool = True) -> Output:
+        """Process one more token of each slot, all in one call; logits [slots, 1, vocabulary]."""
+        memory = self._memory()
+        starts = [memory.pages.lengths[slot] for slot in slots]
+        store = SlotStore(memory, slots, starts, 1)
+        step = Step(
+            token_ids_BT=torch.tensor(tokens, dtype=torch.int64)[:, None],
+            positions_BT=torch.tensor(starts, dtype=torch.int64)[:, None],
+            total=0,
+            further=further,
+        )
+        return self._model().run(step, store, silent)
 
     def free(self, slot: int) -> None:
         """Give the slot and its pages back."""
-        self._cache().free(slot)
+        self._memory().free(slot)
         del self._requests[slot]
 
     # ---- several cards
@@ -248,18 +305,18 @@ class AccelAdapter:
     def distribute(self, layout: Layout) -> None:
         """Take this process's place; every rank of the world must call this, then load."""
         self.place = distributed_place(layout)
-        self.model = self.cache = None
+        self.model = self.memory = None
 
     def simulate(self, layout: Layout, inputs: Inputs, record: Recorder) -> Tensor:
         """Run every rank of a layout as a thread of this process; the first rank of each stage records."""
         if layout not in self._simulated:
             fleet = Fleet(layout)
             places = [fleet.place(rank) for rank in range(layout.world_size)]
-            models = [Model(self.config, self._loaded(p).weights, p, self.use, self.dtype) for p in places]
+            models = [self._model_of(self._loaded(p), p) for p in places]
             self._simulated[layout] = (fleet, models)
         fleet, models = self._simulated[layout]
         try:
-            return fleet.run(lambda rank: _prefill(models[rank], inputs, _recorder(models[rank].place, record)))[0]
+            return fleet.run(lambda rank: self.prefill(models[rank], inputs, _recorder(models[rank].place, record)))[0]
         except PortError:
             del self._simulated[layout]  # its barriers are broken
             raise
@@ -268,7 +325,7 @@ class AccelAdapter:
 
     def cache_facts(self) -> Facts:
         """Return the accounting of the paged cache."""
-        return self._cache().facts()
+        return self._memory().facts()
 
     def operators(self) -> Mapping[str, str]:
         """Return the operator table."""
@@ -308,10 +365,19 @@ class AccelAdapter:
         return url
 
 
-def _prefill(model: Model, inputs: Inputs, record: Recorder) -> Tensor:
-    with torch.no_grad():
-        features = model.features(inputs, record)
-        return model.run(inputs, 0, inputs.token_ids.shape[1], NoCache(), features, record)
+def step_of(
+    inputs: Inputs, start: int, stop: int, pictures: Pictures | None = None, *, further: bool = True
+) -> Step:
+    """Return the step that processes tokens [start, stop) of a request."""
+    total = inputs.token_ids.shape[1]
+    positions = inputs.position_ids if inputs.position_ids is not None else torch.arange(total)[None]
+    return Step(
+        token_ids_BT=inputs.token_ids[:, start:stop],
+        positions_BT=positions[:, start:stop],
+        total=total,
+        pictures=pictures,
+        further=further,
+    )
 
 
 def _recorder(place: Place, record: Recorder) -> Recorder:
@@ -335,8 +401,6 @@ def _options(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _dtype(setup: Setup) -> torch.dtype:
-    if setup.device != "cpu":
-        raise SpecError(f"device: builtin:accel runs on cpu, found {setup.device!r}")
     if setup.dtype not in DTYPES:
         raise SpecError(f"dtype: builtin:accel runs in {', '.join(DTYPES)}, found {setup.dtype!r}")
     return DTYPES[setup.dtype]
