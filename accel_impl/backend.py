@@ -1,4 +1,4 @@
-"""Which level serves each operator: triton, custom, compiled, library, else the reference. Knows no model, no weights."""
+"""Which level serves each operator: triton, custom, compiled, library, else reference. Knows no model, no weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_impl import custom, fallback, library, ops
 from harness.errors import SpecError, nearest
 
 LEVELS = ("triton", "custom", "compiled", "library", "reference")
-"""From the most to the least of a device's own; an operator runs on the first one, from the wanted one on, that it has."""
+"""From the most to the least of a device's own; an operator runs on the first that it has, from the wanted one on."""
 COMPILABLE = (
     "norm.rms", "norm.layer", "norm.gated", "norm.unit", "act.swiglu", "act.swiglu_clamped", "act.gelu",
     "recurrent.gate",
@@ -36,7 +36,7 @@ ATTENTION: Mapping[str, tuple[str, ...]] = MappingProxyType(
 class BackendAdapter:
     """The operator table of one device.
 
-    `prefer` is the highest level wanted, `compiler` what compiles, `fallback` names operators that run on the reference.
+    `prefer` is the highest level wanted, `compiler` what compiles, `fallback` names operators for the reference.
     """
 
     def __init__(self, *, prefer: str = "custom", compiler: str = "off", fallback: Sequence[str] = ()) -> None:

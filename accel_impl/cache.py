@@ -1,7 +1,7 @@
 """The paged cache: pages, block tables, slots and their accounting. Knows widths and lengths; must not know the model.
 
-A page holds `page_tokens` rows of every layer that has keys. A request has one table of pages for its tokens and one for
-its pictures, whose rows are keys as well. Pages are counted, so several requests may begin with the same ones.
+A page holds `page_tokens` rows of every layer that has keys. A request has a table of pages for its tokens, and one for its
+pictures, whose rows are keys as well. Pages are counted, so several requests may begin with the same ones.
 
 Legend: G pages, P rows of a page, N = G * P, B requests side by side, T tokens of each, K chosen, M picture rows.
 """
@@ -164,7 +164,7 @@ class PagedCache:
     # ---- reorganisation
 
     def permute(self, target: Sequence[int]) -> None:
-        """Move the contents of each page g to page target[g], and every table with them. Raises PortError if not 1:1."""
+        """Move the contents of each page g to page target[g], and all tables with them. Raises PortError if not 1:1."""
         if sorted(target) != list(range(self.pages)):
             raise PortError(f"expected each of {self.pages} pages once as a target, found {list(target)}")
         source = torch.empty(self.pages, dtype=torch.int64)

@@ -48,8 +48,6 @@ def _routed(held: Held, name: str, router: str, x_BTF: Tensor, record: Recorder)
 def _held_here(held: Held, name: str) -> dict[int, tuple[Resident, Resident, Resident]]:
     here = held.place.experts(held.config.n_routed_experts)
     return {
-        expert: tuple(
-            held.weights[f"{name}.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")
-        )  # type: ignore[misc]
+        expert: tuple(held.weights[f"{name}.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down"))  # type: ignore[misc]
         for expert in here
     }

@@ -115,9 +115,7 @@ def scan_chunks(
 ) -> Tensor:  # fmt: skip
     """Take one step after the other."""
     parts = (q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH)
-    steps = [
-        scan_step(*(part[:, t : t + 1] for part in parts), memory_ZHKV, index_B) for t in range(q_BTHK.shape[1])
-    ]
+    steps = [scan_step(*(part[:, t : t + 1] for part in parts), memory_ZHKV, index_B) for t in range(q_BTHK.shape[1])]
     return torch.cat(steps, dim=1)
 
 
@@ -134,9 +132,7 @@ def scan_step(
     return (memory * q[..., None]).sum(-2)[:, None]
 
 
-def indexer_scores(
-    q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, positions_BT: Tensor, window: int
-) -> Tensor:
+def indexer_scores(q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, positions_BT: Tensor, window: int) -> Tensor:
     """Score every pair at once in float32."""
     heads, width = q_BTHD.shape[-2:]
     products = torch.einsum("bthd,bsd->bths", q_BTHD.to(FLOAT), k_BSD.to(FLOAT)).relu()

@@ -24,9 +24,7 @@ _operator = torch.library.custom_op
 
 
 @_operator("day0_accel::indexer_scores", mutates_args=())
-def indexer_scores(
-    q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, positions_BT: Tensor, window: int
-) -> Tensor:
+def indexer_scores(q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, positions_BT: Tensor, window: int) -> Tensor:
     """Score tile by tile of queries; never hold more than a tile's products."""
     heads, width = q_BTHD.shape[-2:]
     keys = k_BSD.to(FLOAT).transpose(1, 2)[:, None]

@@ -119,7 +119,7 @@ def scan_chunks(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, decay_BTHK: Tensor, beta_BTH: Tensor, memory_ZHKV: Tensor,
     index_B: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return S^T q of the gated delta rule for many tokens in float32 [B, T, H, V]; S of slots `index` goes on in place.
+    """Return S^T q of the gated delta rule for many tokens in float32 [B, T, H, V]; state changes in place.
 
     S <- diag(exp(decay)) S; S <- S + beta k (v - S^T k)^T. memory float32.
     """
@@ -137,10 +137,8 @@ def scan_step(
 
 
 @_operator("index.scores")
-def indexer_scores(
-    q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, positions_BT: Tensor, window: int
-) -> Tensor:
-    """Return sum_h w[t, h] relu(q[t, h] . k[s]) H^-0.5 D^-0.5 as [B, T, S] float32, -inf where s > position - window."""
+def indexer_scores(q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, positions_BT: Tensor, window: int) -> Tensor:
+    """Return sum_h w[t, h] relu(q[t, h] . k[s]) H^-0.5 D^-0.5 [B, T, S] float32, -inf where s > position - window."""
 
 
 @_operator("index.select")

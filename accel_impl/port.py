@@ -163,7 +163,8 @@ class AccelAdapter:
             raise PortError("expected a loaded port, found none; call load first")
         return self.model
 
-    def _memory(self) -> Memory:
+    def memory_in_use(self) -> Memory:
+        """Return pages and states of all slots. Raises PortError before `load`."""
         if self.memory is None:
             raise PortError("expected a loaded port, found no cache; call load first")
         return self.memory
@@ -258,7 +259,7 @@ class AccelAdapter:
 
     def open(self) -> int:
         """Take a slot."""
-        slot = self._memory().open()
+        slot = self.memory_in_use().open()
         self._requests[slot] = _Request()
         return slot
 
@@ -276,15 +277,37 @@ class AccelAdapter:
         model, request = self._model(), self._requests.get(slot)
         if request is None:
             raise PortError(f"expected an open slot, found {slot}; open are {sorted(self._requests)}")
-        if start == 0:
+        if start == 0 and request.pictures is None:
             request.pictures = model.features(inputs, record)
-        store = SlotStore(self._memory(), [slot], [start], stop - start)
+        store = SlotStore(self.memory_in_use(), [slot], [start], stop - start)
         return model.run(step_of(inputs, start, stop, request.pictures, further=further), store, record)
+
+    def picture_rows(self, inputs: Inputs) -> int:
+        """Return how many rows of keys the pictures of a request take, beside its tokens."""
+        found = "pixel_values" in inputs.extras
+        return int((inputs.token_ids == self.config.image_token_id).sum()) if found else 0
+
+    @torch.no_grad()
+    def rows(self, inputs: Inputs) -> Pictures | None:
+        """Run the tower alone, at any time and beside other steps; give the result to `attach`."""
+        return self._model().features(inputs, silent)
+
+    def attach(self, slot: int, pictures: Pictures | None) -> None:
+        """Let a request have its rows of pictures before the step that takes them."""
+        self._requests[slot].pictures = pictures
+
+    def needs_rows(self, slot: int, inputs: Inputs, done: int) -> bool:
+        """Say whether tokens from `done` on stand where pictures go, and their rows are not there yet."""
+        return (
+            self._requests[slot].pictures is None
+            and self.picture_rows(inputs) > 0
+            and bool((inputs.token_ids[:, done:] == self.config.image_token_id).any())
+        )
 
     @torch.no_grad()
     def decode_together(self, slots: Sequence[int], tokens: Sequence[int], *, further: bool = True) -> Output:
         """Process one more token of each slot, all in one call; logits [slots, 1, vocabulary]."""
-        memory = self._memory()
+        memory = self.memory_in_use()
         starts = [memory.pages.lengths[slot] for slot in slots]
         store = SlotStore(memory, slots, starts, 1)
         step = Step(
@@ -297,7 +320,7 @@ class AccelAdapter:
 
     def free(self, slot: int) -> None:
         """Give the slot and its pages back."""
-        self._memory().free(slot)
+        self.memory_in_use().free(slot)
         del self._requests[slot]
 
     # ---- several cards
@@ -325,7 +348,7 @@ class AccelAdapter:
 
     def cache_facts(self) -> Facts:
         """Return the accounting of the paged cache."""
-        return self._memory().facts()
+        return self.memory_in_use().facts()
 
     def operators(self) -> Mapping[str, str]:
         """Return the operator table."""
@@ -365,9 +388,7 @@ class AccelAdapter:
         return url
 
 
-def step_of(
-    inputs: Inputs, start: int, stop: int, pictures: Pictures | None = None, *, further: bool = True
-) -> Step:
+def step_of(inputs: Inputs, start: int, stop: int, pictures: Pictures | None = None, *, further: bool = True) -> Step:
     """Return the step that processes tokens [start, stop) of a request."""
     total = inputs.token_ids.shape[1]
     positions = inputs.position_ids if inputs.position_ids is not None else torch.arange(total)[None]

@@ -1,7 +1,7 @@
 """Angles of positions. Knows the formula and the configuration; must not know tensors of a model.
 
-Tables are made on the host in float64, whatever the device, and rounded once to float32. Source: YaRN, arXiv 2309.00071,
-section 3.
+Tables are made on the host in float64, whatever the device, and rounded once to float32. Source: YaRN, arXiv
+2309.00071, section 3.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gated delta rule with a decay for each channel, in chunks and step by step, in float32. Knows no weights, no model.
+"""The gated delta rule with a decay for each channel, in chunks and step by step, in float32. Must not know weights.
 
 Within a chunk, with g the sum of decays between two tokens (never taken as a difference of sums from the chunk's start,
 which cancels where one decay is huge), S_t = diag(e^g(0,t)) S_0 + sum_i e^g(i,t) k_i u_i^T, and the corrections u solve

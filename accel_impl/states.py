@@ -62,7 +62,7 @@ class StateCache:
             tensor[slot].copy_(kept)
 
     def permute(self, target: Sequence[int]) -> None:
-        """Move what slot z holds to slot target[z], in place. Raises PortError if the targets are not each slot once."""
+        """Move what slot z holds to slot target[z], in place. Raises PortError if it is not 1:1."""
         if sorted(target) != list(range(self.slots)):
             raise PortError(f"expected each of {self.slots} slots once as a target, found {list(target)}")
         source = torch.empty(self.slots, dtype=torch.int64)

@@ -151,7 +151,7 @@ class SlotStore:
         pages.write(layer, "rope", rows, latent_ML.new_zeros(len(rows), pages.pool(layer, "rope").shape[-1]))
 
     def pictures(self) -> tuple[Tensor, Tensor]:
-        """Return rows of the pools [B, M] and places in the request [B, M] of picture rows, padded with -1 and NEVER."""
+        """Return rows of the pools and places [B, M] of picture rows, padded with -1 and NEVER."""
         places = [self.memory.picture_places[slot] for slot in self.slots]
         rows = [self.memory.pages.picture_rows(s, len(p)) for s, p in zip(self.slots, places, strict=True)]
         return _padded(rows, -1), _padded(places, NEVER).to(self.memory.pages.device)

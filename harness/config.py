@@ -154,13 +154,15 @@ class ReferenceSection(_Section):
 class AccelSection(_Section):
     """[accel]: the side under test. `python` is another interpreter that has the vendor's environment.
 
-    `precision` is what the port declares of weights, activations, cache and state beside its dtype.
+    `precision` is what the port declares of weights, activations, cache and state beside its dtype. `fallback` names
+    operators, comma between, that the port shall run on its reference: its own option of that name.
     """
 
     spec: str = "builtin:accel"
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
     precision: Annotated[Mapping[str, str], BeforeValidator(_precision)] = Field(default_factory=dict)
     python: str | None = None
+    fallback: str = ""
     options: Mapping[str, str] = Field(default_factory=dict)
 
 

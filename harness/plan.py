@@ -123,6 +123,8 @@ def make_setups(config: Config, carried: Carried | None = None) -> dict[str, Set
         text = _spec_text(config, side)
         section = config.accel if side == "accel" else config.reference
         options = {**parse_spec(text).options, **section.options}
+        if side == "accel" and config.accel.fallback:
+            options["fallback"] = config.accel.fallback
         setups[role] = Setup(
             side=side,
             role=role,
