@@ -48,6 +48,12 @@ class Drawing:
         even = np.arange(count) - (count - 1) / 2
         return self._draw(name).permutation(even / np.sqrt(np.mean(even**2)))
 
+    def dealt(self, name: str, groups: int, size: int) -> Floats:
+        """Draw values as `spread` does, to and fro over groups, so that no group is worth more than another."""
+        values, draw = np.sort(self.spread(name, groups * size)).reshape(size, groups), self._draw(f"{name}.dealt")
+        values[1::2] = values[1::2, ::-1]
+        return np.concatenate([draw.permutation(group) for group in draw.permutation(values.T)])
+
     def bf16(self, name: str, value: Floats) -> None:
         """Add a tensor in bfloat16."""
         self.stored[name] = ("BF16", encoders.encode_bf16(value))

@@ -4,17 +4,22 @@ files or the model's code.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from reference_impl.drawing import FP8_BLOCK, Drawing, Stored
+from reference_impl.encoders import Floats
 from reference_impl.recipe_vision import VISION, add_vision
 
-LM_HEAD_GAIN, GATE_GAIN, ROUTER_GAIN, RESIDUAL_GAIN = 6.0, 1.4, 3.0, 0.5
+LM_HEAD_GAIN, GATE_GAIN, ROUTER_GAIN, RESIDUAL_GAIN, EXPERT_GAIN, SPARSE_GAIN = 6.0, 1.4, 3.0, 0.8, 0.25, 0.25
 Q_GAIN, K_GAIN, INDEX_GAIN, CONV_GAIN, MIX_GAIN = 0.9, 1.2, 1.4, 1.5, 1.0
-"""Gains over N(0, 1/fan_in): of lm_head, the dense gate and up, the router, what a part adds, queries, keys,
-the indexer, the short convolution; MIX_GAIN of what weighs the streams that a part's input is mixed from."""
+"""Gains over N(0, 1/fan_in): of lm_head, the dense gate and up, the router, what a part adds (less where rounding flips
+choices: routed experts, sparse attention), queries, keys, the indexer, the short convolution, mixes of streams."""
+COMMON, TOWARDS_EMBEDDING = 0.5, 0.2
+"""Size of a direction that all embeddings share, and how far every mix looks for it: the exact stream keeps about half
+of each mix, and an honest rounding stays small over eight layers."""
 LARGE_SINK = 5.0
 
 CONFIG: dict[str, Any] = {
@@ -86,7 +91,8 @@ CONFIG: dict[str, Any] = {
 def make_tensors() -> Stored:
     """Draw every tensor of the checkpoint. Deterministic."""
     d, hidden, layers = Drawing(), CONFIG["hidden_size"], CONFIG["num_hidden_layers"]
-    d.bf16("model.embed_tokens.weight", d.normal("model.embed_tokens", CONFIG["vocab_size"], hidden))
+    embeddings = d.normal("model.embed_tokens", CONFIG["vocab_size"], hidden) + COMMON * _common(d, hidden)
+    d.bf16("model.embed_tokens.weight", embeddings)
     for n in range(layers):
         layer = f"model.layers.{n}"
         if n:
@@ -111,7 +117,13 @@ def make_tensors() -> Stored:
 
 
 def _mix(d: Drawing, at: str) -> None:
-    d.f32(f"{at}.query", MIX_GAIN * d.normal(at, CONFIG["hidden_size"]))
+    hidden = CONFIG["hidden_size"]
+    d.f32(f"{at}.query", MIX_GAIN * d.normal(at, hidden) + TOWARDS_EMBEDDING * _common(d, hidden))
+
+
+def _common(d: Drawing, hidden: int) -> Floats:
+    """Return a direction of +-1 that every embedding has a part of, as trained ones do."""
+    return np.where(d.uniform("model.embed_tokens.common", hidden) < 0.5, -1.0, 1.0)
 
 
 def _visual_shape() -> tuple[int, int]:
@@ -149,7 +161,7 @@ def _sparse(d: Drawing, at: str) -> None:
     kv_b = d.matrix(f"{at}.kv_b_proj", heads * (nope + v_dim), kv_rank).reshape(heads, nope + v_dim, kv_rank)
     kv_b[:, :nope] *= K_GAIN
     d.fp8(f"{at}.kv_b_proj", kv_b.reshape(-1, kv_rank))
-    d.fp8(f"{at}.o_proj", d.matrix(f"{at}.o_proj", hidden, heads * v_dim, RESIDUAL_GAIN))
+    d.fp8(f"{at}.o_proj", d.matrix(f"{at}.o_proj", hidden, heads * v_dim, SPARSE_GAIN))
     sinks = d.uniform(f"{at}.sinks", heads) * 4 - 1
     sinks[np.argmax(sinks)] = LARGE_SINK
     d.f32(f"{at}.sinks", sinks)
@@ -169,12 +181,15 @@ def _dense(d: Drawing, at: str) -> None:
 
 def _experts(d: Drawing, at: str) -> None:
     hidden, inner, experts = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"], CONFIG["n_routed_experts"]
-    d.bf16(f"{at}.gate.weight", d.matrix(f"{at}.gate", experts, hidden, ROUTER_GAIN))
-    d.f32(f"{at}.gate.e_score_correction_bias", 7 + 0.25 * d.spread(f"{at}.gate.bias", experts))
+    gate, common = d.matrix(f"{at}.gate", experts, hidden, ROUTER_GAIN), _common(d, hidden)
+    shared = np.array([math.fsum(row) / hidden for row in gate * common])  # fsum: in any order the same
+    d.bf16(f"{at}.gate.weight", gate - shared[:, None] * common)
+    bias = d.dealt(f"{at}.gate.bias", CONFIG["n_group"], experts // CONFIG["n_group"])
+    d.f32(f"{at}.gate.e_score_correction_bias", 7 + 0.25 * bias)
     for e in range(experts):
         d.mxfp4(f"{at}.experts.{e}.gate_proj", inner, hidden)
         d.mxfp4(f"{at}.experts.{e}.up_proj", inner, hidden)
-        d.mxfp4(f"{at}.experts.{e}.down_proj", hidden, inner, RESIDUAL_GAIN)
+        d.mxfp4(f"{at}.experts.{e}.down_proj", hidden, inner, EXPERT_GAIN)
     shared, shared_inner = f"{at}.shared_experts", inner * CONFIG["n_shared_experts"]
     d.bf16(f"{shared}.gate_proj.weight", d.matrix(f"{shared}.gate_proj", shared_inner, hidden))
     d.bf16(f"{shared}.up_proj.weight", d.matrix(f"{shared}.up_proj", shared_inner, hidden))
