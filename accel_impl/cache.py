@@ -8,7 +8,7 @@ Legend: G pages, P rows of a page, N = G * P, B requests side by side, T tokens 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class PagedCache:
         self.picture_tables: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
         self.holders = [0] * pages
+        self.reclaim: Callable[[int], int] | None = None
+        """Asked for so many pages where too few are free: who keeps pages of ended requests gives some up."""
 
     # ---- accounting
 
@@ -125,7 +127,18 @@ class PagedCache:
         if slot not in self.block_tables:
             raise PortError(f"expected an open slot, found {slot}; open are {sorted(self.block_tables)}")
 
+    def copy(self, slot: int, page: int, count: int) -> None:
+        """Go on with a copy of a page whose first `count` tokens lie in the cache already; it may be written to."""
+        self.check(slot)
+        (own,) = self._take(slot, 1)
+        for pool in self.pools.values():
+            pool[own] = pool[page]
+        self.block_tables[slot].append(own)
+        self.lengths[slot] += count
+
     def _take(self, slot: int, wanted: int) -> list[int]:
+        if wanted > len(self.free_pages) and self.reclaim is not None:
+            self.reclaim(wanted - len(self.free_pages))
         if wanted > len(self.free_pages):
             raise CacheFull(
                 f"expected {wanted} free pages for slot {slot}, found {len(self.free_pages)} of {self.pages}"

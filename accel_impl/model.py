@@ -21,7 +21,8 @@ from accel_impl.recurrent import recurrent_attention
 from accel_impl.sparse import Span, span_of, sparse_attention
 from accel_impl.store import SlotStore
 from accel_impl.vision import Tower
-from harness.adapter import Inputs, Recorder
+from harness.adapter import Inputs, Recorder, silent
+from harness.errors import PortError
 
 LOGITS = "batch token vocab"
 
@@ -88,7 +89,7 @@ class Model:
     def run(self, step: Step, store: SlotStore, record: Recorder) -> Output:
         """Return what follows the tokens of a step, and leave their keys and states in the store."""
         pictures, layers = step.pictures, self.place.layers(self.config.num_hidden_layers)
-        first = pictures is not None and not store.starts[0]
+        first = pictures is not None and store.lacks_pictures
         if first:
             store.open_pictures(pictures.places_M)
         span = span_of(self.held, step.positions_BT, step.total)
@@ -177,7 +178,14 @@ class Model:
         store.put_norm(norm[:, -1])
         if self.config.further is None or not step.further:
             return logits, None
-        return logits, self._further(self.config.further, earlier, step, span, store, record)
+        return logits, self._further(self.config.further, earlier, step, span, store, record)[0]
+
+    def draft(self, step: Step, earlier_BTF: Tensor, store: SlotStore) -> tuple[Tensor, Tensor]:
+        """Return logits of what follows tokens whose `norm` before may be a guess, and what stands for their own."""
+        if self.config.further is None:
+            raise PortError("expected a layer for one more token to draft with, found none")
+        span = span_of(self.held, step.positions_BT, step.total)
+        return self._further(self.config.further, earlier_BTF, step, span, store, silent)
 
     def _logits(self, x: Tensor) -> Tensor:
         cap = self.config.logit_softcap
@@ -186,8 +194,8 @@ class Model:
 
     def _further(
         self, layer: int, earlier: Tensor, step: Step, span: Span, store: SlotStore, record: Recorder
-    ) -> Tensor:
-        """Return logits of what follows each token, from `norm` of the token before and the token itself."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits of what follows each token, from `norm` of the one before and the token; and the own norm."""
         held, name = self.held, f"model.layers.{layer}"
         token = held.rms_norm(self._embedding(step.token_ids_BT), f"{name}.enorm")
         x = torch.cat((token, held.rms_norm(earlier, f"{name}.hnorm")), dim=-1)
@@ -197,4 +205,4 @@ class Model:
         x = record("mtp.mid", x + record("mtp.attn", attn, dims=HIDDEN), dims=HIDDEN)
         x = record("mtp", x + self._feed_forward(layer, name, "mtp", x, record), dims=HIDDEN)
         x = record("mtp.norm", held.rms_norm(x, f"{name}.shared_head.norm"), dims=HIDDEN)
-        return record("mtp.logits", self._logits(x), dims=LOGITS, kind="hidden")
+        return record("mtp.logits", self._logits(x), dims=LOGITS, kind="hidden"), x

@@ -139,9 +139,14 @@ class SlotStore:
 
     def open_pictures(self, places_M: Tensor) -> None:
         """Make room for the rows of the pictures of the only request of this step."""
-        if len(self.slots) != 1 or self.starts[0]:
-            raise PortError(f"expected the first step of one request to bring pictures, found slots {self.slots}")
+        if len(self.slots) != 1:
+            raise PortError(f"expected a step of one request to bring pictures, found slots {self.slots}")
         self.memory.add_pictures(self.slots[0], places_M)
+
+    @property
+    def lacks_pictures(self) -> bool:
+        """Say whether the only request of this step has no rows of pictures yet, of its own or taken up."""
+        return not len(self.memory.picture_places[self.slots[0]])
 
     def put_pictures(self, layer: int, latent_ML: Tensor) -> None:
         """Write the keys of pictures: latents, and nothing where a key has its rotary part."""
