@@ -8,36 +8,21 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from accel_impl import ops
-from accel_impl.backend import BackendAdapter
 from accel_impl.config import VisionConfig
-from accel_impl.formats import Resident
-from accel_impl.parallel import Place
+from accel_impl.held import Held
 from harness.adapter import Recorder
 from harness.errors import PortError
 from harness.types import Image
 
 DIMS = "patch feature"
 ROWS = "row feature"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Features:
-    """What the tower gives for all pictures of a request, in order: kept with the request.
-
-    merged: rows [M, decoder width] at the placeholders; deepstack: rows to add there again, a tensor for each layer in
-    the order of the configuration's `deepstack_layers`.
-    """
-
-    merged: Tensor
-    deepstack: tuple[Tensor, ...] = ()
 
 
 # ---- from bytes to patches
@@ -131,7 +116,7 @@ def bilinear(source: int, target: int, device: torch.device) -> Tensor:
 
 
 def turns(grids: Tensor, config: VisionConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [P, 1, D / 2] float32 of the tower's rotary angles: rows of patches first, then columns."""
+    """Return cos and sin [1, P, D / 2] float32 of the tower's rotary angles: rows of patches first, then columns."""
     quarter = config.hidden_size // config.num_heads // 4
     frequency = config.rope_theta ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
     parts = []
@@ -139,14 +124,8 @@ def turns(grids: Tensor, config: VisionConfig, device: torch.device) -> tuple[Te
         places = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), dim=-1)
         places = block_major(places, config.spatial_merge_size).double()
         parts.append((places[..., None] * frequency).flatten(1))
-    angles = torch.cat(parts)[:, None]
+    angles = torch.cat(parts)[None]
     return angles.cos().float().to(device), angles.sin().float().to(device)
-
-
-def turned(x_PHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D / 2) in float32, rounded once."""
-    a, b = x_PHD.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_PHD.dtype)
 
 
 # ---- the tower
@@ -155,33 +134,30 @@ def turned(x_PHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Tower:
     """The vision tower of one rank."""
 
-    def __init__(
-        self,
-        config: VisionConfig,
-        weights: Mapping[str, Resident],
-        place: Place,
-        use: BackendAdapter,
-        dtype: torch.dtype,
-    ) -> None:
-        self.config, self.weights, self.place, self.use, self.dtype = config, weights, place, use, dtype
-        use.map_attention("vision_full")
+    def __init__(self, held: Held) -> None:
+        if held.config.vision is None:
+            raise PortError("expected a configuration with a vision tower, found none")
+        self.held, self.config = held, held.config.vision
+        held.use.map_attention("vision_full")
 
     def _tensor(self, name: str) -> Tensor:
-        return self.weights[f"visual.{name}"].decode(self.dtype)
+        return self.held.tensor(f"visual.{name}")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return ops.linear(self.use, x, self.weights[f"visual.{name}.weight"], self._tensor(f"{name}.bias"))
+        weight = self.held.weights[f"visual.{name}.weight"]
+        return ops.linear(self.held.use, x, weight, self._tensor(f"{name}.bias"))
 
     def _row_linear(self, x: Tensor, name: str) -> Tensor:
         """Multiply by a matrix cut along its input, sum over ranks, add the bias once."""
-        if self.place.tp.size == 1:
+        place = self.held.place
+        if place.tp.size == 1:
             return self._linear(x, name)
-        partial = ops.linear(self.use, x, self.weights[f"visual.{name}.weight"], out=torch.float32)
-        return (self.place.reduce(partial) + self._tensor(f"{name}.bias").float()).to(self.dtype)
+        partial = ops.linear(self.held.use, x, self.held.weights[f"visual.{name}.weight"], out=torch.float32)
+        return (place.reduce(partial) + self._tensor(f"{name}.bias").float()).to(self.held.dtype)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         eps = self.config.layer_norm_eps
-        return ops.layer_norm(self.use, x, self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias"), eps)
+        return ops.layer_norm(self.held.use, x, self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias"), eps)
 
     def positions(self, grids: Tensor) -> Tensor:
         """Return the position table resized to each picture's grid, in patch order [P, F]."""
@@ -191,14 +167,14 @@ class Tower:
             along_y, along_x = (bilinear(n, m, table.device) for n, m in zip(table.shape, (h, w), strict=False))
             grid = torch.einsum("hy,wx,yxf->hwf", along_y, along_x, table)
             rows.append(block_major(grid, self.config.spatial_merge_size))
-        return torch.cat(rows).to(self.dtype)
+        return torch.cat(rows).to(self.held.dtype)
 
-    def __call__(self, pixel_values: Tensor, grids: Tensor, record: Recorder) -> Features:
-        """Return the merged and the deepstack rows of all pictures in order."""
-        config, device = self.config, self._tensor("pos_embed").device
+    def __call__(self, pixel_values: Tensor, grids: Tensor, record: Recorder) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return rows [M, decoder width] of all pictures in order: for placeholders, and for each deepstack layer."""
+        config, device = self.config, self.held.device
         lengths = [int(n) for n in grids.prod(-1)]
         cos_sin = turns(grids, config, device)
-        x_PF = record("vision.patch_embed", self._patches(pixel_values.to(device, self.dtype)), dims=DIMS)
+        x_PF = record("vision.patch_embed", self._patches(pixel_values.to(device, self.held.dtype)), dims=DIMS)
         x_PF = x_PF + record("vision.pos_embed", self.positions(grids), dims=DIMS)
         deepstack = []
         for index in range(config.depth):
@@ -209,28 +185,28 @@ class Tower:
                 deepstack.append(record(f"vision.{name}", rows, dims=ROWS))
         x_PF = record("vision.norm", self._norm(x_PF, "norm"), dims=DIMS)
         merged = record("vision.merger", self._projected(self._beside(x_PF), "merger"), dims=ROWS)
-        return Features(merged=merged, deepstack=tuple(deepstack))
+        return merged, tuple(deepstack)
 
     def _patches(self, x_PF: Tensor) -> Tensor:
         """Embed patches by a 2-D convolution whose kernel is a whole patch, accumulated in float32, rounded once."""
         size = self.config.patch_size
         weight, bias = self._tensor("patch_embed.weight").float(), self._tensor("patch_embed.bias").float()
         x_PF11 = F.conv2d(x_PF.float().view(-1, 3, size, size), weight.view(-1, 3, size, size), bias, stride=size)
-        return x_PF11.flatten(1).to(self.dtype)
+        return x_PF11.flatten(1).to(self.held.dtype)
 
     def _beside(self, x_PF: Tensor) -> Tensor:
         """Lay the patches of a merge block side by side [M, merge * merge * F]."""
         return x_PF.reshape(-1, self.config.merged_features)
 
     def _projected(self, x_MF: Tensor, name: str) -> Tensor:
-        return self._linear(ops.gelu(self.use, self._linear(x_MF, f"{name}.fc1"), tanh=False), f"{name}.fc2")
+        return self._linear(ops.gelu(self.held.use, self._linear(x_MF, f"{name}.fc1"), tanh=False), f"{name}.fc2")
 
     def _block(self, x_PF: Tensor, name: str, lengths: Sequence[int], cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        heads = len(self.place.cut(self.config.num_heads))
+        heads = len(self.held.place.cut(self.config.num_heads))
         qkv = self._linear(self._norm(x_PF, f"{name}.norm1"), f"{name}.attn.qkv")
         q_PHD, k_PHD, v_PHD = qkv.unflatten(-1, (3, heads, -1)).unbind(1)
-        q_PHD, k_PHD = turned(q_PHD, *cos_sin), turned(k_PHD, *cos_sin)
-        mixed = ops.attend_patches(self.use, q_PHD, k_PHD, v_PHD, lengths).flatten(1)
+        q_PHD, k_PHD = (ops.rope(self.held.use, x[None], *cos_sin, interleaved=False)[0] for x in (q_PHD, k_PHD))
+        mixed = ops.attend_patches(self.held.use, q_PHD, k_PHD, v_PHD, lengths).flatten(1)
         x_PF = x_PF + self._row_linear(mixed, f"{name}.attn.proj")
-        inner = ops.gelu(self.use, self._linear(self._norm(x_PF, f"{name}.norm2"), f"{name}.mlp.fc1"), tanh=True)
+        inner = ops.gelu(self.held.use, self._linear(self._norm(x_PF, f"{name}.norm2"), f"{name}.mlp.fc1"), tanh=True)
         return x_PF + self._row_linear(inner, f"{name}.mlp.fc2")

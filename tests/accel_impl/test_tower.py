@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from accel_impl.backend import BackendAdapter
 from accel_impl.config import VisionConfig
 from accel_impl.formats import Plain
+from accel_impl.held import Held
 from accel_impl.parallel import Place
-from accel_impl.vision import Features, Tower, fitted, pixels, resized
+from accel_impl.vision import Tower, fitted, pixels, resized
 from harness.adapter import silent
 from harness.errors import PortError
 from harness.types import Image
@@ -124,11 +126,16 @@ def tower_of(upstream: Any) -> Tower:
             name = name.replace(old, new)
         value = value.view(5, 5, 48) if name == "pos_embed" else value
         weights[f"visual.{name}"] = Plain(tensor=value[:, :, 0] if value.ndim == 5 else value)
-    return Tower(CONFIG, weights, Place(), BackendAdapter(), torch.float32)
+    decoder: Any = SimpleNamespace(vision=CONFIG)
+    held = Held(
+        config=decoder, weights=weights, place=Place(), use=BackendAdapter(), dtype=torch.float32,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    return Tower(held)
 
 
-def rows(found: Features) -> list[torch.Tensor]:
-    return [found.merged, *found.deepstack]
+def rows(found: tuple[torch.Tensor, tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    return [found[0], *found[1]]
 
 
 def test_the_tower_is_upstreams(upstream: Any) -> None:
