@@ -94,14 +94,19 @@ def attend_decode(
     return kernels.attend_decode(q_BTHD, latent_NL, rope_NR, rows_BTK, kv_b.decode(FLOAT), sinks_H, scale)
 
 
-def best_groups(scores_BTE: Tensor, groups: int, taken: int) -> Tensor:
-    """Count for each group those before it, instead of sorting."""
+def group_worth(scores_BTE: Tensor, groups: int) -> Tensor:
+    """Take the best, then the best of the rest."""
     by_group = scores_BTE.unflatten(-1, (groups, -1))
-    worth = by_group.topk(2, dim=-1).values.sum(-1)
-    place = torch.arange(groups, device=worth.device)
-    one, other = worth[..., :, None], worth[..., None, :]
-    before = (other > one) | ((other == one) & (place < place[:, None]))
-    return by_group.masked_fill((before.sum(-1) >= taken)[..., None], float("-inf")).flatten(-2)
+    best, at = by_group.max(-1, keepdim=True)
+    return (best + by_group.scatter(-1, at, float("-inf")).amax(-1, keepdim=True))[..., 0]
+
+
+def choose_experts(scores_BTE: Tensor, count: int) -> Tensor:
+    """Count for each candidate those before it, instead of sorting: there are few."""
+    place = torch.arange(scores_BTE.shape[-1], device=scores_BTE.device)
+    one, other = scores_BTE[..., :, None], scores_BTE[..., None, :]
+    before = ((other > one) | ((other == one) & (place < place[:, None]))).sum(-1)
+    return torch.where(before < count, place, len(place)).sort(-1).values[..., :count]
 
 
 def grouped_experts(

@@ -35,14 +35,25 @@ def _routed(held: Held, name: str, router: str, x_BTF: Tensor, record: Recorder)
     config = held.config
     logits = record(f"{router}.logits", held.exact(x_BTF, f"{name}.gate"), dims=SCORES)
     p_BTE = torch.sigmoid(logits)
-    biased = p_BTE + held.wide(f"{name}.gate.e_score_correction_bias")
-    biased = ops.best_groups(held.use, biased, config.n_group, config.topk_group)
+    biased = _of_groups(held, p_BTE + held.wide(f"{name}.gate.e_score_correction_bias"), router, record)
     biased = record(f"{router}.topk.scores", biased, dims=SCORES, kind="scores")
     ids_BTK = ops.choose_experts(held.use, biased, config.num_experts_per_tok)
     ids_BTK = record(f"{router}.topk", ids_BTK, dims=CHOICE, kind="routing")
     chosen = p_BTE.gather(-1, ids_BTK)
     weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * config.routed_scaling_factor
     return ids_BTK, record(f"{router}.weights", weights, dims=CHOICE)
+
+
+def _of_groups(held: Held, scores_BTE: Tensor, router: str, record: Recorder) -> Tensor:
+    """Choose groups of experts, and return the scores with -inf for experts of the others."""
+    groups = held.config.n_group
+    worth = ops.group_worth(held.use, scores_BTE, groups)
+    worth = record(f"{router}.groups.topk.scores", worth, dims="batch token group", kind="scores")
+    taken = ops.choose_experts(held.use, worth, held.config.topk_group)
+    taken = record(f"{router}.groups.topk", taken, dims=CHOICE, kind="routing")
+    kept = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, taken, True)
+    by_group = scores_BTE.unflatten(-1, (groups, -1))
+    return by_group.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
 
 
 def _held_here(held: Held, name: str) -> dict[int, tuple[Resident, Resident, Resident]]:

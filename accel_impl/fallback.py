@@ -178,6 +178,7 @@ def attend_decode(
     scores = scores.masked_fill((rows_BTK < 0)[:, :, None], float("-inf"))
     sink = sinks_H.to(FLOAT)[None, None, :, None].expand(*scores.shape[:3], 1)
     p = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1].to(dtype)
+    p = p.masked_fill((rows_BTK < 0)[:, :, None], 0.0)  # a query that sees nothing, not even a sink
     return torch.einsum("bthk,btkhv->bthv", p, kv[..., nope:])
 
 
@@ -192,13 +193,9 @@ def attend_patches(q_PHD: Tensor, k_PHD: Tensor, v_PHD: Tensor, lengths: Sequenc
     return torch.cat(outputs)
 
 
-def best_groups(scores_BTE: Tensor, groups: int, taken: int) -> Tensor:
-    """Sort stably, so that ties go to the lower group."""
-    by_group = scores_BTE.unflatten(-1, (groups, -1))
-    worth = by_group.sort(-1, descending=True).values[..., :2].sum(-1)
-    rank = torch.sort(worth, dim=-1, descending=True, stable=True).indices
-    kept = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, rank[..., :taken], True)
-    return by_group.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+def group_worth(scores_BTE: Tensor, groups: int) -> Tensor:
+    """Sort each group."""
+    return scores_BTE.unflatten(-1, (groups, -1)).sort(-1, descending=True).values[..., :2].sum(-1)
 
 
 def choose_experts(scores_BTE: Tensor, count: int) -> Tensor:

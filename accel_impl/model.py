@@ -88,10 +88,10 @@ class Model:
 
     def run(self, step: Step, store: SlotStore, record: Recorder) -> Output:
         """Return what follows the tokens of a step, and leave their keys and states in the store."""
-        pictures, layers = step.pictures, self.place.layers(self.config.num_hidden_layers)
-        first = pictures is not None and store.lacks_pictures
-        if first:
-            store.open_pictures(pictures.places_M)
+        layers = self.place.layers(self.config.num_hidden_layers)
+        arriving = step.pictures if store.lacks_pictures else None
+        if arriving is not None:
+            store.open_pictures(arriving.places_M)
         span = span_of(self.held, step.positions_BT, step.total)
         if self.place.first:
             streams = [self._embed(step, store, record)]
@@ -99,7 +99,7 @@ class Model:
             shape = (self._streams_before(layers.start), *step.token_ids_BT.shape, self.config.hidden_size)
             streams = list(self.place.take_over(shape, self.held.dtype))
         for layer in layers:
-            streams = self._layer(layer, streams, step, span, store, record, first=first)
+            streams = self._layer(layer, streams, step, span, store, record, arriving)
         if not self.place.last:
             self.place.send_on(torch.stack(streams))
         logits, further = self._ends(streams, step, span, store, record) if self.place.last else (None, None)
@@ -135,10 +135,10 @@ class Model:
         return ops.mix_streams(self.held.use, torch.stack(streams), query_F, self.config.rms_norm_eps)
 
     def _layer(
-        self, layer: int, streams: list[Tensor], step: Step, span: Span, store: SlotStore, record: Recorder, *,
-        first: bool,
+        self, layer: int, streams: list[Tensor], step: Step, span: Span, store: SlotStore, record: Recorder,
+        arriving: Pictures | None,
     ) -> list[Tensor]:  # fmt: skip
-        """Return the streams after a layer; the last one goes on."""
+        """Return the streams after a layer; the last one goes on. `arriving` pictures become keys in this call."""
         held, name, tap = self.held, f"model.layers.{layer}", f"layers.{layer}"
         x = streams[-1]
         if layer:
@@ -147,7 +147,7 @@ class Model:
         if self.config.is_recurrent(layer):
             attn = recurrent_attention(held, layer, x, store, record)
         else:
-            images = step.pictures.rows_MF if first and step.pictures is not None else None
+            images = arriving.rows_MF if arriving is not None else None
             attn = sparse_attention(held, layer, f"{tap}.attn", x, span, store, record, images_MF=images)
         attn = record(f"{tap}.attn", attn, dims=HIDDEN)
         put_by = streams if self.config.ends_a_block(layer) else streams[:-1]

@@ -173,13 +173,13 @@ def attend_patches(q_PHD: Tensor, k_PHD: Tensor, v_PHD: Tensor, lengths: Sequenc
 
 
 @_operator("moe.groups")
-def best_groups(scores_BTE: Tensor, groups: int, taken: int) -> Tensor:
-    """Return the scores with -inf outside the `taken` groups whose two best sum highest, ties to the lower group."""
+def group_worth(scores_BTE: Tensor, groups: int) -> Tensor:
+    """Return for groups of neighbours the sum of the two best scores of each [B, T, groups]."""
 
 
 @_operator("moe.select")
 def choose_experts(scores_BTE: Tensor, count: int) -> Tensor:
-    """Return the ids of the `count` highest scores, ties to the lower id, in ascending order [B, T, K]."""
+    """Return the ids of the `count` highest scores (of experts or groups), ties to the lower, ascending [B, T, K]."""
 
 
 @_operator("moe.experts")

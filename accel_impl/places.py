@@ -48,7 +48,9 @@ _PICTURES = {
 _DENSE = {".mlp": "{w}.mlp in Held.gated by linear, act.swiglu"}
 _MOE = {
     ".moe.router.logits": "{w}.mlp.gate in experts._routed by linear",
-    ".moe.router.topk.scores": "{w}.mlp.gate.e_score_correction_bias in experts._routed by moe.groups",
+    ".moe.router.groups.topk.scores": "{w}.mlp.gate.e_score_correction_bias in experts._of_groups by moe.groups",
+    ".moe.router.groups.topk": "{w}.mlp.gate in experts._of_groups by moe.select",
+    ".moe.router.topk.scores": "{w}.mlp.gate.e_score_correction_bias in experts._of_groups",
     ".moe.router.topk": "{w}.mlp.gate in experts._routed by moe.select",
     ".moe.router.weights": "{w}.mlp.gate in experts._routed",
     ".moe.experts": "{w}.mlp.experts in experts.experts by moe.experts, act.swiglu_clamped",

@@ -17,13 +17,14 @@ from accel_impl.config import Config, read_config
 from accel_impl.held import Held
 from accel_impl.loader import Loaded, load
 from accel_impl.model import Model, Output, Pictures, Step
+from accel_impl.offers import operator_table
 from accel_impl.parallel import Fleet, Place, SharedRecorder, distributed_place
 from accel_impl.places import module_paths
 from accel_impl.shards import Shards
 from accel_impl.states import StateCache
 from accel_impl.store import Memory, SlotStore
 from accel_impl.tokenizer import TextFront
-from harness.adapter import Inputs, Recorder, TokenIds, Weight, silent
+from harness.adapter import Inputs, Operator, Recorder, TokenIds, Weight, silent
 from harness.errors import PortError, SpecError, nearest
 from harness.types import Case, Facts, Layout, Scope, Setup
 
@@ -350,9 +351,9 @@ class AccelAdapter:
         """Return the accounting of the paged cache."""
         return self.memory_in_use().facts()
 
-    def operators(self) -> Mapping[str, str]:
-        """Return the operator table."""
-        return dict(self.use.table)
+    def operators(self) -> Mapping[str, str | Operator]:
+        """Return the level of every operator, and under the suite's names those that can be called alone."""
+        return operator_table(self.use)
 
     # ---- text and service
 
