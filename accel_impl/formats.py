@@ -78,8 +78,8 @@ class Fp8:
 
     @property
     def exact_dtype(self) -> torch.dtype:
-        """The dtype that `decode` gives without rounding."""
-        return torch.float32
+        """The dtype that `decode` gives without rounding: scales that are powers of two add no digits."""
+        return torch.bfloat16 if self.scale.dtype == torch.uint8 else torch.float32
 
     @property
     def shape(self) -> tuple[int, ...]:

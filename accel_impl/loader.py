@@ -1,13 +1,16 @@
 """Loading: from shards to what memory holds, with facts. Knows forms and names; must not know how a model computes.
 
-MXFP4 experts are decoded into one workspace, reused for every matrix of every layer, and kept as FP8 with power-of-two
-scales; linears stay in the FP8 that the checkpoint declares; everything else is in the port's dtype.
+Threads read shards ahead, a bounded number of parameters; one converts. MXFP4 experts are decoded into one workspace,
+reused for every matrix of every layer, and kept as FP8 with power-of-two scales; linears stay in the FP8 that the
+checkpoint declares; everything else is in the port's dtype. The workspace lies on the host, what stays on the device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +21,7 @@ from accel_impl import formats
 from accel_impl.config import Config
 from accel_impl.formats import Plain, Resident
 from accel_impl.parallel import Place
-from accel_impl.plan import EXACT, FP8, MXFP4, Param, memory_plan, params, scale_name
+from accel_impl.plan import AHEAD, EXACT, FP8, MXFP4, Param, known_names, memory_plan, params, stored_names
 from accel_impl.shards import Shards
 from harness.errors import CheckpointError, SpecError, nearest
 
@@ -80,23 +83,21 @@ def load(
     ledger.add(plan.workspace_bytes)
     weights: dict[str, Resident] = {}
     lossy: dict[str, int] = {}
-    for param in wanted if order == "forward" else reversed(wanted):
-        raw = {name: shards.read(name) for name in _stored(param)}
-        read = sum(t.numel() * t.element_size() for t in raw.values())
-        ledger.add(read)
+    visited = wanted if order == "forward" else wanted[::-1]
+    for param, raw in _read_ahead(shards, visited, ledger):
         resident, lost = _resident(param, raw, config, workspace, dtype)
         weights[param.name] = resident.to(device)
         if lost:
             lossy[param.name] = lost
-        ledger.add(weights[param.name].nbytes)
-        ledger.add(-read)
+        ledger.add(resident.nbytes)
+        ledger.add(-_nbytes(shards, param))
     facts = {
         "peak_bytes": ledger.peak,
         "planned_bytes": plan.peak_bytes,
         "resident_bytes": ledger.held - plan.workspace_bytes,
         "resident_planned_bytes": plan.resident_bytes,
         "workspace_bytes": plan.workspace_bytes,
-        "unused": sorted(set(shards.entries) - _all_names(config)),
+        "unused": sorted(set(shards.entries) - known_names(config)),
         "unfilled": sorted({p.name for p in wanted} - set(weights)),
         "parameters": len(weights),
         "lossy_blocks": dict(lossy),
@@ -104,17 +105,36 @@ def load(
     return Loaded(weights=weights, facts=facts, lossy=lossy)
 
 
-def _stored(param: Param) -> list[str]:
-    return [*param.stored, *([scale_name(param)] if param.form == FP8 else [])]
+def _read_ahead(
+    shards: Shards, wanted: Sequence[Param], ledger: Ledger
+) -> Iterator[tuple[Param, Mapping[str, Tensor]]]:
+    """Yield each parameter with its tensors as they lie on disk, while those after it are being read.
+
+    Bytes count from the moment that reading is asked for; whoever takes them counts them off.
+    """
+    waiting: deque[tuple[Param, Future[dict[str, Tensor]]]] = deque()
+
+    def read(param: Param) -> dict[str, Tensor]:
+        return {name: shards.read(name) for name in stored_names(param)}
+
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="shards") as readers:
+        for param in wanted:
+            if len(waiting) == AHEAD:
+                first, future = waiting.popleft()
+                yield first, future.result()
+            ledger.add(_nbytes(shards, param))
+            waiting.append((param, readers.submit(read, param)))
+        for first, future in waiting:
+            yield first, future.result()
 
 
-def _all_names(config: Config) -> set[str]:
-    return {name for param in params(config, Place()) for name in _stored(param)}
+def _nbytes(shards: Shards, param: Param) -> int:
+    return sum(shards.entries[name].nbytes for name in stored_names(param))
 
 
 def _check(shards: Shards, wanted: list[Param]) -> None:
     """Hold every wanted tensor against the headers before anything is read."""
-    missing = [name for param in wanted for name in _stored(param) if name not in shards.entries]
+    missing = [name for param in wanted for name in stored_names(param) if name not in shards.entries]
     if missing:
         raise CheckpointError(
             f"expected {len(missing)} more tensors in {shards.folder}, first {missing[0]!r}; "
@@ -149,7 +169,7 @@ def _plain(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fp8(param: Param, raw: Mapping[str, Tensor], config: Config) -> Resident:
-    q, scale = raw[param.name], raw[scale_name(param)]
+    q, scale = raw[param.name], raw[stored_names(param)[1]]
     grid = tuple(math.ceil(n / b) for n, b in zip(param.shape, config.block, strict=True))
     if q.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32 or tuple(scale.shape) != grid:
         raise CheckpointError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -46,9 +46,19 @@ class Param:
         return (rows, len(self.cols) if self.cols is not None else self.shape[1], *self.shape[2:])
 
 
-def scale_name(param: Param) -> str:
-    """Return the name of an FP8 weight's scales."""
-    return f"{param.name}_scale_inv"
+AHEAD = 4
+"""Parameters that are read before they are converted, at most; as many threads read them."""
+
+
+def stored_names(param: Param) -> list[str]:
+    """Return the tensors of the checkpoint that a parameter is made of, the main one first."""
+    return [*param.stored, *([f"{param.name}_scale_inv"] if param.form == FP8 else [])]
+
+
+def known_names(config: Config) -> set[str]:
+    """Return every tensor that a checkpoint may have, those that this configuration does not use among them."""
+    indexed = replace(config, index_policies=tuple("importance" for _ in config.index_policies))
+    return {name for param in params(indexed, Place()) for name in stored_names(param)}
 
 
 def params(config: Config, place: Place) -> Iterator[Param]:
@@ -218,7 +228,7 @@ def _vision(config: Config, place: Place) -> Iterator[Param]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes that loading will take: what stays, the conversion workspace, the largest tensor in flight."""
+    """Bytes that loading will take: what stays, the conversion workspace, the largest tensors in flight."""
 
     resident_bytes: int
     workspace_bytes: int
@@ -234,25 +244,30 @@ class MemoryPlan:
 def memory_plan(config: Config, place: Place, dtype: torch.dtype) -> MemoryPlan:
     """Work out the cost of loading from shapes alone."""
     parts: dict[str, int] = dict.fromkeys((PLAIN, EXACT, FP8, MXFP4), 0)
-    workspace = transient = 0
+    flying: list[int] = []
+    workspace = 0
     for param in params(config, place):
         count, whole = math.prod(param.local), math.prod(param.shape)
         if param.form == PLAIN:
             parts[PLAIN] += count * dtype.itemsize
-            transient = max(transient, 2 * whole)
+            flying.append(2 * whole)
         elif param.form == EXACT:
             parts[EXACT] += count * 4
+            flying.append(4 * whole)
         elif param.form == FP8:
             parts[FP8] += count + 4 * _fp8_scales(param, config.block)
             grid = math.prod(-(-n // b) for n, b in zip(param.shape, config.block, strict=True))
-            transient = max(transient, whole + 4 * grid)
+            flying.append(whole + 4 * grid)
         else:
             rows, cols = param.local
             parts[MXFP4] += count + -(-rows // EXPERT_BLOCK[0]) * -(-cols // EXPERT_BLOCK[1])
             workspace = max(workspace, 4 * whole)
-            transient = max(transient, whole // 2 + whole // MX_BLOCK)
+            flying.append(whole // 2 + whole // MX_BLOCK)
     return MemoryPlan(
-        resident_bytes=sum(parts.values()), workspace_bytes=workspace, transient_bytes=transient, parts=parts
+        resident_bytes=sum(parts.values()),
+        workspace_bytes=workspace,
+        transient_bytes=max((sum(flying[n : n + AHEAD]) for n in range(len(flying))), default=0),
+        parts=parts,
     )
 
 
