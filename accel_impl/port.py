@@ -30,6 +30,7 @@ from harness.types import Case, Facts, Layout, Scope, Setup
 
 OPTIONS = {
     "ops": "custom", "compile": "off", "fallback": "", "slots": "8", "pages": "1024", "visit": "forward", "poison": "0",
+    "chunk": "64", "together": "1", "drafts": "0", "snapshots": "32", "stride": "16",
 }  # fmt: skip
 """Options of the SPEC and their defaults."""
 HARNESS_OPTIONS = ("dtype", "device", "backend")

@@ -1,7 +1,6 @@
 """The port's endpoint: OpenAI's completions and chat completions, greedy, on loopback. Knows HTTP, not tensors.
 
-Imported only when the port is asked to serve. Beside the standard fields, `return_token_ids` gives `prompt_token_ids`
-and `token_ids`. What is not supported is refused with HTTP 400, never ignored.
+Imported only when the port is asked to serve.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ import json
 import socket
 import threading
 import time
-import uuid
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -21,57 +18,14 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from accel_impl.engine import Engine
-from accel_impl.tokenizer import REPLACEMENT, TextStream
-from harness.adapter import Inputs, silent
+from accel_impl.tokenizer import StopText, TextStream
+from accel_impl.wire import MODEL, BadRequest, Job, job_of, joined, token_logprobs
 from harness.errors import Day0Error, PortError
-from harness.types import Case
 
 if TYPE_CHECKING:
     from accel_impl.port import AccelAdapter
 
-MODEL = "day0-seed"
 START_TIMEOUT_S = 30.0
-DEFAULT_MAX_TOKENS = 16
-MOST_LOGPROBS = 20
-DEFAULTS: Mapping[str, Any] = {
-    "n": 1, "best_of": 1, "temperature": 0, "top_p": 1, "echo": False, "suffix": None, "stop": None,
-    "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": None, "tools": None, "response_format": None,
-}  # fmt: skip
-"""Fields that may be given, at this value only."""
-
-
-class BadRequest(Exception):
-    """The client's words are wrong; becomes HTTP 400."""
-
-
-@dataclass(kw_only=True)
-class Job:
-    """One accepted request. `logprobs` is None, or how many alternatives to give beside the chosen token."""
-
-    inputs: Inputs
-    max_tokens: int
-    chat: bool
-    stream: bool
-    logprobs: int | None
-    token_ids: bool
-    usage_chunk: bool
-    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex[:24]}")
-    created: int = field(default_factory=lambda: int(time.time()))
-    ids: list[int] = field(default_factory=list)
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """The prompt as the model gets it."""
-        return [int(i) for i in self.inputs.token_ids[0]]
-
-    def usage(self) -> dict[str, int]:
-        """Count tokens, the end-of-sequence one included."""
-        prompt = len(self.prompt_ids)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": len(self.ids),
-            "total_tokens": prompt + len(self.ids),
-        }
 
 
 class EventStream(StreamingResponse):
@@ -118,11 +72,12 @@ class Server:
         return self.url
 
     def stop(self) -> None:
-        """Stop and wait for the thread."""
+        """Stop, and wait for the threads."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(START_TIMEOUT_S)
         self._server = self._thread = None
+        self.engine.close()
 
     # ---- routes
 
@@ -131,7 +86,7 @@ class Server:
 
         @app.get("/health")
         def health() -> dict[str, Any]:
-            return {"status": "ok", **self.port.cache_facts()}
+            return {"status": "ok", **self.port.cache_facts(), **self.engine.facts()}
 
         @app.get("/v1/models")
         def models() -> dict[str, Any]:
@@ -151,7 +106,8 @@ class Server:
 
     async def _answer(self, raw: bytes, *, chat: bool) -> Response:
         try:
-            job = await run_in_threadpool(self._job, raw, chat)
+            job = await run_in_threadpool(job_of, raw, chat, self.port)
+            self.engine.check(job.inputs, job.max_tokens)
         except (BadRequest, Day0Error) as error:
             body = {"error": {"message": str(error), "type": "invalid_request_error", "code": 400}}
             return JSONResponse(body, status_code=400)
@@ -159,106 +115,33 @@ class Server:
             return EventStream(self._events(job))
         return JSONResponse(await run_in_threadpool(self._whole, job))
 
-    # ---- requests
-
-    def _job(self, raw: bytes, chat: bool) -> Job:
-        try:
-            body = json.loads(raw)
-        except ValueError as error:
-            raise BadRequest(f"expected JSON, found: {error}") from error
-        if not isinstance(body, dict):
-            raise BadRequest(f"expected a JSON object, found {type(body).__name__}")
-        for key, value in DEFAULTS.items():
-            if body.get(key) not in (None, value):
-                raise BadRequest(
-                    f"expected {key} = {value}, found {body[key]!r}: this server decodes greedily, one choice"
-                )
-        if body.get("model", MODEL) not in (MODEL, None, ""):
-            raise BadRequest(f"expected model {MODEL!r}, found {body['model']!r}")
-        inputs = self._inputs(body, chat)
-        length, limit = inputs.token_ids.shape[1], self.port.config.max_position_embeddings
-        default = min(DEFAULT_MAX_TOKENS, max(1, limit - length))
-        count = _integer(body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens", default, 1)
-        if length + count > limit:
-            raise BadRequest(f"expected at most {limit} tokens with the answer, found {length} + {count}")
-        if self.engine.pages(length, count) > int(self.port.cache_facts()["pages_total"]):
-            raise BadRequest(f"expected a request that the cache can hold, found {length} + {count} tokens")
-        return Job(
-            inputs=inputs,
-            max_tokens=count,
-            chat=chat,
-            stream=bool(body.get("stream", False)),
-            logprobs=_logprobs(body, chat),
-            token_ids=bool(body.get("return_token_ids", False)),
-            usage_chunk=bool((body.get("stream_options") or {}).get("include_usage", False)),
-        )
-
-    def _inputs(self, body: Mapping[str, Any], chat: bool) -> Inputs:
-        if chat:
-            messages = body.get("messages")
-            if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-                raise BadRequest(f"expected messages as a list of objects, found {messages!r}")
-            case = Case(id="request", messages=tuple(messages))
-        else:
-            prompt = body.get("prompt")
-            if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-                prompt = prompt[0]
-            case = self._prompt(prompt)
-        inputs = self.port.prepare(case, silent)
-        if not inputs.token_ids.shape[1]:
-            raise BadRequest("expected at least one token, found an empty prompt")
-        if (inputs.token_ids == self.port.config.image_token_id).any():
-            raise BadRequest("expected text only, found an <image> token: this endpoint takes no pictures")
-        return inputs
-
-    def _prompt(self, prompt: Any) -> Case:
-        if isinstance(prompt, str):
-            return Case(id="request", prompt=prompt)
-        vocabulary = self.port.config.vocab_size
-        if isinstance(prompt, list) and all(type(i) is int and 0 <= i < vocabulary for i in prompt):
-            return Case(id="request", token_ids=tuple(prompt))
-        raise BadRequest(f"expected prompt as a string or a list of ids below {vocabulary}, found {str(prompt)[:80]}")
-
     # ---- answers
 
     def _pieces(self, job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (text, extra fields of the choice) for every token, then the rest of the text."""
-        text = TextStream(self.port.front())
-        for token, logits in self.engine.tokens(job.inputs, job.max_tokens):
-            job.ids.append(token)
-            extra: dict[str, Any] = {"token_ids": [token]} if job.token_ids else {}
-            if job.logprobs is not None:
-                extra["logprobs"] = self._token_logprobs(token, logits, job)
-            yield text.push(token), extra
-        yield text.end(), {}
-
-    def _token_logprobs(self, token: int, logits: Any, job: Job) -> dict[str, Any]:
-        values = logits.double().log_softmax(-1)
-        best = values.topk(min(job.logprobs or 0, len(values)))
-        top = [(int(i), float(v)) for v, i in zip(best.values, best.indices, strict=True)]
-        name = self.port.front().token
-        if not job.chat:
-            return {
-                "tokens": [name(token)],
-                "token_ids": [token],
-                "token_logprobs": [float(values[token])],
-                "top_logprobs": [{f"token_id:{i}": v for i, v in top}],
-            }
-
-        def entry(index: int, value: float) -> dict[str, Any]:
-            own = name(index)
-            whole = None if REPLACEMENT in own else list(own.encode())  # null: part of a character
-            return {"token": own, "token_id": index, "logprob": value, "bytes": whole}
-
-        chosen = entry(token, float(values[token]))
-        return {"content": [chosen | {"top_logprobs": [entry(i, v) for i, v in top]}]}
+        """Yield (text, extra fields of the choice) for every token, then the rest of the text; end at a stop."""
+        front = self.port.front()
+        text, stop = TextStream(front), StopText(job.stops)
+        tokens = self.engine.tokens(job.inputs, job.max_tokens)
+        try:
+            for token, logits in tokens:
+                job.ids.append(token)
+                extra: dict[str, Any] = {"token_ids": [token]} if job.token_ids else {}
+                if job.logprobs is not None:
+                    extra["logprobs"] = token_logprobs(front, token, logits, chat=job.chat, count=job.logprobs)
+                piece = stop.push(text.push(token))
+                job.stopped = stop.met
+                yield piece, extra
+                if stop.met:
+                    return
+            rest = stop.push(text.end()) + stop.end()
+            job.stopped = stop.met
+            yield rest, {}
+        finally:
+            tokens.close()
 
     def _finish(self, job: Job) -> str:
-        return "stop" if job.ids and job.ids[-1] in self.port.eos_ids() else "length"
-
-    def _head(self, job: Job, *, chunk: bool) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if chunk else "chat.completion") if job.chat else "text_completion"
-        return {"id": job.id, "object": kind, "created": job.created, "model": MODEL}
+        ended = job.stopped or (job.ids and job.ids[-1] in self.port.eos_ids())
+        return "stop" if ended else "length"
 
     def _whole(self, job: Job) -> dict[str, Any]:
         pieces = list(self._pieces(job))
@@ -266,14 +149,14 @@ class Server:
         choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish(job), "logprobs": None}
         choice |= {"message": {"role": "assistant", "content": text}} if job.chat else {"text": text}
         if job.logprobs is not None:
-            choice["logprobs"] = _joined([extra["logprobs"] for _, extra in pieces if extra])
+            choice["logprobs"] = joined([extra["logprobs"] for _, extra in pieces if extra])
         if job.token_ids:
             choice |= {"prompt_token_ids": job.prompt_ids, "token_ids": job.ids}
-        return {**self._head(job, chunk=False), "choices": [choice], "usage": job.usage()}
+        return {**job.head(chunk=False), "choices": [choice], "usage": job.usage()}
 
     def _events(self, job: Job) -> Generator[str, None, None]:
         """Yield server-sent events: a piece per token, the reason it ended, usage if asked for, `[DONE]`."""
-        head = self._head(job, chunk=True)
+        head = job.head(chunk=True)
 
         def event(choice: dict[str, Any]) -> str:
             return f"data: {json.dumps({**head, 'choices': [{'index': 0, 'finish_reason': None} | choice]})}\n\n"
@@ -290,32 +173,3 @@ class Server:
         if job.usage_chunk:
             yield f"data: {json.dumps({**head, 'choices': [], 'usage': job.usage()})}\n\n"
         yield "data: [DONE]\n\n"
-
-
-def _integer(body: Mapping[str, Any], key: str, default: int, least: int) -> int:
-    value = body.get(key)
-    if value is None:
-        return default
-    if type(value) is not int or value < least:
-        raise BadRequest(f"expected {key} as an integer of at least {least}, found {value!r}")
-    return value
-
-
-def _logprobs(body: Mapping[str, Any], chat: bool) -> int | None:
-    """Return how many alternatives are asked for; chat says `logprobs: true` and `top_logprobs: n` apart."""
-    if chat:
-        if not body.get("logprobs"):
-            return None
-        count = _integer(body, "top_logprobs", 0, 0)
-    else:
-        if body.get("logprobs") is None:
-            return None
-        count = _integer(body, "logprobs", 0, 0)
-    if count > MOST_LOGPROBS:
-        raise BadRequest(f"expected at most {MOST_LOGPROBS} logprobs, found {count}")
-    return count
-
-
-def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join per-token logprobs into one record of lists."""
-    return {key: [value for part in parts for value in part[key]] for key in (parts[0] if parts else {})}

@@ -82,3 +82,29 @@ class TextStream:
     def end(self) -> str:
         """Return what is left, incomplete characters included."""
         return self._front.decode(self._ids)[self._sent :]
+
+
+class StopText:
+    """Text until one of some strings is met. What may be the beginning of one is held back until it is known."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held, self.met = tuple(stops), "", False
+
+    def push(self, piece: str) -> str:
+        """Add text and return what is certain; nothing from the first stop on."""
+        if self.met:
+            return ""
+        self._held += piece
+        places = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if places:
+            self.met = True
+            return self._held[: min(places)]
+        keep = max((n for stop in self._stops for n in range(len(stop)) if self._held.endswith(stop[:n])), default=0)
+        cut = len(self._held) - keep
+        given, self._held = self._held[:cut], self._held[cut:]
+        return given
+
+    def end(self) -> str:
+        """Return what was held back, when nothing more comes."""
+        given, self._held = "" if self.met else self._held, ""
+        return given
