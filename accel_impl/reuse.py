@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from accel_impl.cache import CacheFull
 from accel_impl.prefix import Chain, Hit, PrefixIndex, picture_runs
 from harness.adapter import Inputs
 
@@ -47,7 +48,7 @@ class Reuse:
             return slot, 0
         try:
             self._adopt(slot, hit, self._places(inputs), whole=all(first < hit.tokens for first, _, _ in runs))
-        except BaseException:
+        except CacheFull:
             self.free(slot)
             raise
         return slot, hit.tokens

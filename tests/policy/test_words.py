@@ -25,6 +25,7 @@ BROAD = {
     "harness/adapters/server.py": "ends the server that it started, then raises again",
     "reference_impl/tokenizer.py": "the tokenizers library raises bare Exception",
     "accel_impl/parallel.py": "carried from a rank's thread to its caller",
+    "accel_impl/engine.py": "carried from the thread of steps to the request's own",
 }
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 
