@@ -181,7 +181,7 @@ def attend_decode(
     scores = absorbed @ latent_BTKL.mT + q[..., nope:] @ rope_NR[picked].to(FLOAT).mT
     scores = (scores * scale).masked_fill((rows_BTK < 0)[:, :, None], float("-inf"))
     p = _with_sink(scores, sinks_H.to(FLOAT)[None, None, :, None])
-    return torch.einsum("bthl,hvl->bthv", p @ latent_BTKL, weight_HDL[:, nope:]).to(q_BTHD.dtype)
+    return torch.einsum("bthl,hvl->bthv", p @ latent_BTKL, weight_HDL[:, nope:]).to(q_BTHD.dtype).contiguous()
 
 
 def _attended(
