@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import base64
+import io
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from accel_impl import engine, server
+from accel_impl import wire
 from harness.adapter import silent
 from harness.types import Case
 
@@ -20,6 +22,10 @@ def port(opened: Any) -> Any:
 
 def post(port: Any, path: str, body: Any) -> httpx.Response:
     return httpx.post(f"{port.serve()}/{path}", json=body, timeout=60, trust_env=False)
+
+
+def health(port: Any) -> Any:
+    return httpx.get(f"{port.serve().removesuffix('/v1')}/health", timeout=60, trust_env=False).json()
 
 
 def expected(port: Any, case: Case, count: int) -> tuple[list[int], list[int]]:
@@ -92,24 +98,71 @@ def test_requests_at_once_answer_as_each_does_alone(port: Any) -> None:
     with ThreadPoolExecutor(len(bodies)) as pool:
         answers = list(pool.map(lambda b: post(port, "completions", b).json(), bodies))
     assert [a["choices"][0]["token_ids"] for a in answers] == alone
-    health = httpx.get(f"{port.serve().removesuffix('/v1')}/health", trust_env=False).json()
-    assert health["pages_free"] == health["pages_total"]
+    found = health(port)
+    assert found["pages_free"] + found["pages_kept"] == found["pages_total"]
+    assert found["requests_running"] == found["requests_waiting"] == 0
 
 
 def test_a_client_that_leaves_frees_its_slot(port: Any) -> None:
-    """A stream that nobody reads any more ends long before its last token, and its pages come back."""
-    facts = port.cache_facts()
-    assert facts["pages_free"] == facts["pages_total"]
+    """A stream that nobody reads any more ends long before its last token, and its slot comes back."""
     body = {"prompt": "x", "max_tokens": 1000, "stream": True}
     with httpx.stream("POST", f"{port.serve()}/completions", json=body, timeout=60, trust_env=False) as answer:
         next(answer.iter_lines())
-        assert port.cache_facts()["pages_free"] < facts["pages_total"]
+        assert health(port)["slots_free"] < health(port)["slots_total"]
     deadline, longest = time.monotonic() + 60, 0
-    while port.cache_facts()["slots_free"] < facts["slots_total"] and time.monotonic() < deadline:
-        longest = max([longest, *port.cache.lengths.values()])
+    while (found := health(port))["slots_free"] < found["slots_total"] and time.monotonic() < deadline:
+        longest = max([longest, *port.memory.pages.lengths.values()])
         time.sleep(0.01)
-    assert port.cache_facts() == facts
+    assert found["slots_free"] == found["slots_total"]
+    assert found["pages_free"] + found["pages_kept"] == found["pages_total"]
     assert longest < 500
+
+
+def test_a_stop_string_ends_the_answer(port: Any) -> None:
+    """The text ends before the first stop string, streamed too, and says stop; what is no stop changes nothing."""
+    prompt, ids = expected(port, Case(id="p", prompt="stop at"), 8)
+    whole = port.decode(ids)
+    body = {"prompt": prompt, "max_tokens": 8}
+    stop = next(c for c in whole[2:] if c.isprintable() and c != "\ufffd")
+    answer = post(port, "completions", {**body, "stop": [stop, "\x00\x00"]}).json()
+    assert answer["choices"][0]["text"] == whole[: whole.index(stop)]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] <= 8
+    chunks = events(post(port, "completions", {**body, "stop": stop, "stream": True}).text)
+    assert "".join(c["choices"][0]["text"] for c in chunks) == whole[: whole.index(stop)]
+    kept = post(port, "completions", {**body, "stop": "\x00\x00"}).json()["choices"][0]
+    assert (kept["text"], kept["finish_reason"]) == (whole, "length")
+
+
+def png(height: int, width: int) -> str:
+    from PIL import Image as Pictures
+
+    rgb = bytes((y * 7 + x * 11 + c * 50) % 256 for y in range(height) for x in range(width) for c in range(3))
+    file = io.BytesIO()
+    Pictures.frombytes("RGB", (width, height), rgb).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def test_a_picture_over_http_is_what_the_port_makes_of_it(port: Any) -> None:
+    """A conversation with a PNG answers what generate does for the same pixels and words; another picture differs."""
+    answers = []
+    for size in ((56, 28), (28, 56)):
+        parts = [{"type": "text", "text": "what"}, {"type": "image_url", "image_url": {"url": png(*size)}}]
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 4, "return_token_ids": True}
+        answers.append(post(port, "chat/completions", body).json()["choices"][0])
+        told = ({"role": "user", "content": [{"type": "text", "text": "what"}, {"type": "image"}]},)
+        prompt, ids = expected(port, Case(id="i", messages=told, images=(wire._picture(png(*size)),)), 4)
+        assert (answers[-1]["prompt_token_ids"], answers[-1]["token_ids"]) == (prompt, ids)
+        assert prompt.count(port.config.image_token_id) == 8
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1/x.png", "data:image/png;base64,AAAA", "data:image/png;base64,?", 7])
+def test_what_is_no_picture_is_refused(port: Any, url: Any) -> None:
+    """A picture that would have to be fetched, or that is none, is HTTP 400 with a message."""
+    parts = [{"type": "image_url", "image_url": {"url": url}}]
+    answer = post(port, "chat/completions", {"messages": [{"role": "user", "content": parts}]})
+    assert answer.status_code == 400
+    assert "expected a picture as" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -117,8 +170,9 @@ def test_a_client_that_leaves_frees_its_slot(port: Any) -> None:
     [
         b'{"prompt": ', [], {}, {"prompt": 7}, {"prompt": []}, {"prompt": [263]}, {"prompt": [-1]}, {"prompt": [True]},
         {"prompt": "x", "max_tokens": 0}, {"prompt": "x", "max_tokens": "3"}, {"prompt": "x", "temperature": 0.7},
-        {"prompt": "x", "n": 2}, {"prompt": [0] * 1025}, {"prompt": "x", "logprobs": 99}, {"prompt": "<image>"},
-        {"prompt": "x", "model": "another"}, {"prompt": "x", "max_tokens": 2000},
+        {"prompt": "x", "n": 2}, {"prompt": [0] * 4097}, {"prompt": "x", "logprobs": 99}, {"prompt": "<image>"},
+        {"prompt": "x", "model": "another"}, {"prompt": "x", "max_tokens": 5000},
+        {"prompt": "x", "stop": [""]}, {"prompt": "x", "stop": 3},
     ],
     ids=lambda body: str(body)[:40],
 )  # fmt: skip
@@ -128,29 +182,13 @@ def test_bad_input_is_refused_with_400(port: Any, body: Any) -> None:
     answer = httpx.post(url, content=body if isinstance(body, bytes) else json.dumps(body), trust_env=False)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
-    assert httpx.get(f"{port.serve()}/models", trust_env=False).json()["data"][0]["id"] == server.MODEL
+    assert httpx.get(f"{port.serve()}/models", trust_env=False).json()["data"][0]["id"] == wire.MODEL
 
 
 def test_a_conversation_without_messages_is_refused(port: Any) -> None:
     """Chat needs messages that the template can render."""
     for messages in (None, [], ["x"], [{"role": "robot", "content": "x"}]):
         assert post(port, "chat/completions", {"messages": messages}).status_code == 400
-
-
-def test_turns_are_given_in_the_order_they_were_asked_for() -> None:
-    """Requests that wait for a turn get it first come, first served."""
-    turns, order = engine.Turns(), list[int]()
-
-    def take(name: int) -> None:
-        with turns:
-            order.append(name)
-
-    with ThreadPoolExecutor(5) as pool, turns:
-        for name in range(5):
-            pool.submit(take, name)
-            while turns._next < name + 2:  # the next one is started when this one waits
-                time.sleep(0.001)
-    assert order == list(range(5))
 
 
 def test_closing_the_port_ends_the_server(checkpoint: Any) -> None:

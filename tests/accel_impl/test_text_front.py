@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from accel_impl.tokenizer import TextFront, TextStream
+from accel_impl.tokenizer import StopText, TextFront, TextStream
 from harness.adapter import silent
 from harness.errors import PortError
 from harness.types import Case
@@ -46,3 +46,18 @@ def test_broken_bytes_at_the_end_are_given_at_the_end(opened: Any) -> None:
     pieces = [stream.push(i) for i in ids]
     assert "".join(pieces) == "ok"
     assert "ok" + stream.end() == front.decode(ids)
+
+
+@pytest.mark.parametrize("pieces", [["ab", "cEN", "Dx"], ["abcENDx"], list("abcENDx")])
+def test_text_ends_before_a_stop_however_it_is_cut(pieces: list[str]) -> None:
+    """A stop string that spans pieces is found, nothing of it or behind it is given."""
+    stop = StopText(["END", "ENQ"])
+    assert "".join(map(stop.push, pieces)) + stop.end() == "abc"
+    assert stop.met
+
+
+def test_the_beginning_of_a_stop_is_given_once_it_is_none() -> None:
+    """What was held back comes when the text goes on otherwise, or ends."""
+    stop = StopText(["END"])
+    assert [stop.push("aE"), stop.push("N"), stop.push("X"), stop.push("EN"), stop.end()] == ["a", "", "ENX", "", "EN"]
+    assert not stop.met
