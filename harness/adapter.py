@@ -220,8 +220,11 @@ class Rounding(Protocol):
     def inputs(self) -> AbstractContextManager[Any]:
         """Return what rounds the inputs of products with such weights, while it is entered."""
 
-    def writer(self) -> Callable[[str, Tensor], Tensor]:
-        """Return what rounds what one request writes to its cache: name and new values -> values to keep."""
+    def writer(self) -> Callable[..., Tensor]:
+        """Return what rounds what one request keeps: name and new values -> values to keep.
+
+        `state=True` says that it is a recurrent state, which is declared apart from caches.
+        """
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Every part of a layer, worked out again in float64 from the taps before it: streams, both attentions, experts, MTP."""
+"""Every part of a layer, worked out again in float64 from the taps before it; the tower is held against upstream."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_experts(taps, weights, n):
 
 
 def test_further_token(taps, weights):
-    """Its input joins the token itself and the model's norm of the token before; residuals are plain; the head is one."""
+    """Its input joins the token and the model's norm of the token before; residuals are plain; one head."""
     t, w = of_layer(taps, weights, 8)
     assert same(taps["layers.0.mlp"], gated(taps["layers.0.post_attn_norm"], weights, "model.layers.0.mlp"))
     before = torch.cat([torch.zeros(1, 160, dtype=torch.float64), taps["norm"][:-1]])

@@ -74,7 +74,8 @@ def test_a_renamed_tensor_is_missing(copy):
 
 def test_a_missing_scale_is_not_one(copy):
     """An FP8 weight without its multiplier is refused."""
-    rename(copy, "model.layers.1.self_attn.o_proj.weight_scale_inv", "model.layers.1.self_attn.o_proj.weight_scale_inw")
+    at = "model.layers.1.linear_attn.o_proj.weight_scale_in"
+    rename(copy, f"{at}v", f"{at}w")
     with pytest.raises(CheckpointError, match="weight_scale_inv"):
         load_weights(copy, read_config(copy))
 
@@ -92,7 +93,7 @@ def test_a_tensor_beyond_the_model_is_refused(copy):
 @pytest.mark.parametrize("damage", ["truncated", "gone", "elsewhere", "outside"])
 def test_a_damaged_container_is_refused(copy, damage):
     """A short or missing shard, an index that lies, and a path out of the folder each end in a CheckpointError."""
-    shard, name = copy / "model-00003-of-00026.safetensors", "model.norm.weight"
+    shard, name = copy / "model-00003-of-00034.safetensors", "model.norm.weight"
     if damage == "truncated":
         shard.write_bytes(shard.read_bytes()[:-16])
     elif damage == "gone":

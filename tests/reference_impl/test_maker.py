@@ -13,7 +13,8 @@ import pytest
 
 from harness.errors import CheckpointError
 from reference_impl import maker
-from reference_impl.recipe import CONFIG, OUTLIERS, make_tensors
+from reference_impl.drawing import OUTLIERS
+from reference_impl.recipe import CONFIG, LARGE_SINK, make_tensors
 
 ROOT = Path(__file__).parents[2]
 DIGEST = """
@@ -62,6 +63,7 @@ def test_layers_and_scales_are_spread_over_shards(checkpoint):
     """A layer lies in several shards, and a weight and its scale are together in some cases and apart in others."""
     weight_map = index(checkpoint)["weight_map"]
     assert len({f for n, f in weight_map.items() if n.startswith("model.layers.2.")}) > 3
+    assert len(set(weight_map.values())) == 34
     scales = {"weight_scale_inv": "weight", "weight_scale": "weight_packed"}
     apart = {
         weight_map[name] != weight_map[f"{base}.{scales[last]}"]
@@ -85,17 +87,25 @@ def test_values_are_not_neutral():
             assert all(np.abs(values - o).min() < 0.02 for o in OUTLIERS), name
         if name.endswith("sinks"):
             assert array.min() >= -1
-            assert array.max() <= 3
-            assert np.ptp(array) > 0.5
+            assert array.max() == LARGE_SINK
+            assert np.sort(array)[-2] <= 3
         if name.endswith("e_score_correction_bias"):
             assert 0.2 < array.std() < 0.3
             assert 6.9 < array.mean() < 7.1
+        if name.endswith("A_log"):
+            assert array.min() < -1.5
+            assert array.max() > 0.5
+        if name.endswith("dt_bias"):
+            assert array.min() < -4
+            assert array.max() > 0
+        if name.endswith("_res.query"):
+            assert 0.5 < array.std() < 2
 
 
 def test_ensure_reuses_a_whole_folder_and_repairs_a_broken_one(tmp_path):
     """A second call writes nothing; a truncated shard, a missing file or a stray one is put right."""
     folder = maker.ensure(tmp_path / "builtin")
-    shard = folder / "model-00001-of-00026.safetensors"
+    shard = folder / "model-00001-of-00034.safetensors"
     whole, written = shard.read_bytes(), shard.stat().st_mtime_ns
     assert maker.ensure(folder) == folder
     assert shard.stat().st_mtime_ns == written

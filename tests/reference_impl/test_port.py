@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +58,7 @@ def test_weights_are_told_once_and_honestly(load):
     assert all(w.lossless and w.checkpoint == w.name for w in single.values())
     for name, weight in half.items():
         assert weight.lossless == torch.equal(weight.tensor.float(), single[name].tensor), name
-        kept = name.endswith((".sinks", "e_score_correction_bias"))
+        kept = name.endswith((".sinks", "e_score_correction_bias", ".A_log", ".dt_bias", "_res.query"))
         assert weight.tensor.dtype == (torch.float32 if kept else torch.bfloat16)
     lossy = {n for n, w in half.items() if not w.lossless}
     assert any("q_b_proj" in n for n in lossy)
@@ -90,7 +92,7 @@ def test_generation_with_a_picture_records_every_token(port, checkpoint):
     new = port.generate(inputs, 4, collect)
     tensors = {name: torch.cat(part, dim=1) for name, part in parts.items()}
     assert {t.shape[1] for t in tensors.values()} == {length + len(new) - 1}
-    assert tensors["layers.1.attn.indexer.topk.scores"].shape[2] == length + 4
+    assert tensors["layers.3.attn.indexer.topk.scores"].shape[2] == length + 4
     assert new == tensors["logits"][0, length - 1 :].argmax(-1).tolist()
 
 
@@ -123,23 +125,36 @@ def test_slots_are_separate_and_refuse_gaps(port, checkpoint):
         port.step(b, second, 0, 3, silent)
 
 
-def test_too_long_requests_are_refused(port):
+def test_too_long_requests_are_refused(port, monkeypatch):
     """A request beyond max_position_embeddings is an error, and a generation stops at it."""
-    ids = torch.ones(1, 1025, dtype=torch.int64)
-    with pytest.raises(PortError, match="1024"):
+    assert port._loaded.config.max_position_embeddings == 1048576
+    monkeypatch.setattr(port._loaded, "config", dataclasses.replace(port._loaded.config, max_position_embeddings=32))
+    ids = torch.ones(1, 33, dtype=torch.int64)
+    with pytest.raises(PortError, match="32"):
         port.forward(Inputs(token_ids=ids), silent)
-    assert len(port.generate(Inputs(token_ids=ids[:, :1022]), 8, silent)) <= 2
+    assert len(port.generate(Inputs(token_ids=ids[:, :30]), 8, silent)) <= 2
 
 
 def test_image_places_count_in_the_text_without_pictures(port):
     """`image_at` indexes the given ids, whichever order the places come in."""
-    images = (seeded_image(16, 32, seed=1), seeded_image(16, 16, seed=2))
+    images = (seeded_image(16, 32, seed=1), seeded_image(32, 16, seed=2))
     case = Case(id="x", token_ids=(10, 11, 12), images=images, image_at=(1, 3))
-    assert port.prepare(case, silent).token_ids.tolist() == [[10, 258, 258, 11, 12, 258]]
+    assert port.prepare(case, silent).token_ids.tolist() == [[10, 258, 258, 11, 12, 258, 258]]
     with pytest.raises(PortError, match="place"):
         port.prepare(Case(id="x", token_ids=(10, 11, 12), images=images, image_at=(1,)), silent)
-    with pytest.raises(PortError, match="multiples of 16"):
-        port.prepare(Case(id="x", token_ids=(1,), images=(seeded_image(24, 16, seed=1),), image_at=(0,)), silent)
+    few = Case(id="x", token_ids=(10, 11), images=images[:1], image_at=(1,))
+    inputs = port.prepare(few, silent)
+    with pytest.raises(PortError, match="image tokens"):
+        port.forward(Inputs(token_ids=inputs.token_ids[:, :2], extras=inputs.extras), silent)
+
+
+def test_pictures_of_any_size_are_resized(port):
+    """A picture whose sides are no multiples of a merge block takes as many rows as its resized form has."""
+    case = Case(id="x", token_ids=(10, 11), images=(seeded_image(41, 30, seed=1),), image_at=(1,))
+    inputs = port.prepare(case, silent)
+    assert inputs.extras["image_grid"].tolist() == [[1, 6, 4]]
+    assert inputs.token_ids.tolist() == [[10, *[258] * 6, 11]]
+    assert port.forward(inputs, silent).isfinite().all()
 
 
 def test_text_round_trips_byte_for_byte(port):
@@ -173,3 +188,42 @@ def test_pictures_in_a_conversation(port):
     assert ids == [256, 259, ord("a"), *[258] * 6, ord("b"), 261, 260]
     with pytest.raises(PortError, match="<image>"):
         port.prepare(Case(id="chat", messages=messages), silent)
+
+
+class Halved:
+    """A declaration that halves what is kept, so that a test sees where it was asked."""
+
+    def __init__(self) -> None:
+        self.states: list[str] = []
+        self.caches: list[str] = []
+
+    def weight(self, name, tensor):
+        return tensor
+
+    def inputs(self):
+        return contextlib.nullcontext()
+
+    def writer(self):
+        def write(name, value, *, state=False):
+            (self.states if state else self.caches).append(name)
+            return value / 2
+
+        return write
+
+
+def test_what_is_kept_passes_the_declared_rounding(checkpoint):
+    """Keys, latents and rows of pictures are rounded as a cache, recurrent states as a state, once for each call."""
+    setup = Setup(side="reference", role="floor", adapter="builtin:reference", dtype="float32")
+    port, rounding = reference_impl.adapter(checkpoint, setup), Halved()
+    port.load(checkpoint, setup)
+    inputs = port.prepare(image_case(read_model_info(checkpoint), [(32, 32)], length=9), silent)
+    plain = port.forward(inputs, silent)
+    port.round_with(rounding)
+    slot = port.open()
+    port.step(slot, inputs, 0, 7, silent)
+    halved = port.step(slot, inputs, 7, inputs.token_ids.shape[1], silent)
+    assert sorted(set(rounding.states)) == [f"layers.{n}.attn.state" for n in (0, 1, 2, 4, 5, 6)]
+    assert len(rounding.states) == 12
+    cached = {f"{at}.attn.{k}" for at in ("layers.3", "layers.7", "mtp") for k in ("kv_latent", "k_rope", "indexer.k")}
+    assert set(rounding.caches) == cached | {f"layers.{n}.attn.visual_latent" for n in (3, 7)}
+    assert not torch.allclose(halved, plain[:, 7:], atol=0.1)
