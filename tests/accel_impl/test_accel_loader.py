@@ -94,7 +94,7 @@ def test_a_tensor_that_is_not_there_is_named(checkpoint: Path, tmp_path: Path) -
     """A missing scale is an error that names it; nothing is left unfilled."""
     copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     index = json.loads((copy / INDEX).read_text())
-    gone = "model.layers.2.self_attn.o_proj.weight_scale_inv"
+    gone = "model.layers.3.self_attn.o_proj.weight_scale_inv"
     del index["weight_map"][gone]
     (copy / INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=gone):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,7 @@ from accel_runs import DECODE_FROM, furthest, setup_of, stepped, whole
 
 import accel_impl
 import reference_impl
-from accel_impl import model, ops
-from accel_impl.cache import PagedCache
+from accel_impl import ops, sparse
 from harness.adapter import capabilities, silent
 from harness.cases import ModelInfo, text_case
 from harness.errors import PortError
@@ -28,7 +28,7 @@ def reference(checkpoint: Path) -> Any:
     return port
 
 
-@pytest.mark.parametrize("variant", ["custom", "fallback"])
+@pytest.mark.parametrize("variant", ["custom", "reference"])
 @pytest.mark.parametrize("kind", ["text", "pictures"])
 def test_every_tap_equals_the_reference(
     opened: Any, reference: Any, request: pytest.FixtureRequest, kind: str, variant: str
@@ -65,12 +65,12 @@ def test_float32_units_are_as_near_to_float64_as_the_references(
 ) -> None:
     """No unit's error exceeds the reference's own by more than chance; another epsilon in one norm does, there."""
     assert max(error_ratios(opened, checkpoint, text).values()) < 1.5
-    monkeypatch.setattr(model, "INDEXER_EPS", 1e-5)
+    monkeypatch.setattr(sparse, "INDEXER_EPS", 1e-5)
     wrong = {name for name, ratio in error_ratios(opened, checkpoint, text).items() if ratio > 1.5}
-    assert wrong == {f"layers.{n}.attn.indexer.k" for n in range(5)}
+    assert wrong == {f"{n}.attn.indexer.k" for n in ("layers.3", "layers.7", "mtp")}
 
 
-@pytest.mark.parametrize("variant", ["custom", "fallback"])
+@pytest.mark.parametrize("variant", ["custom", "reference"])
 def test_prefill_chunk_and_decode_agree(opened: Any, pictures: Case, variant: str) -> None:
     """A request in one piece, and in a prefill, a chunk and single steps, gives the same at every tap."""
     port = opened(ops=variant)
@@ -83,25 +83,36 @@ def test_a_wrong_position_in_decode_is_seen_there_only(
     opened: Any, text: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault of the decode path moves no token of the prefill or the chunk."""
-    port, sparse = opened(), ops.attend_sparse
-    expected = stepped(port, text).tensors()["layers.0.attn.core"]
-    monkeypatch.setattr(ops, "attend_sparse", lambda use, *a: sparse(use, *a[:-1], a[-1] * 1.1))
-    moved = (stepped(port, text).tensors()["layers.0.attn.core"] - expected).abs().amax((0, 2, 3)) > 1e-6
+    port, attend = opened(), ops.attend_decode
+    expected = stepped(port, text).tensors()["layers.3.attn.core"]
+    monkeypatch.setattr(ops, "attend_decode", lambda use, *a: attend(use, *a[:-1], a[-1] * 1.1))
+    moved = (stepped(port, text).tensors()["layers.3.attn.core"] - expected).abs().amax((0, 2, 3)) > 1e-6
     assert moved.nonzero().flatten().tolist() == list(range(DECODE_FROM, len(moved)))
 
 
-def test_decode_touches_chosen_keys_only(opened: Any, text: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decode path never reads all latents: it gathers index_topk of them."""
-    port, read, asked = opened(), PagedCache.read, []
-    monkeypatch.setattr(PagedCache, "read", lambda self, la, f, s, n: asked.append((f, n)) or read(self, la, f, s, n))
-    inputs = port.prepare(text, silent)
+def test_decode_reads_chosen_rows_only(opened: Any, pictures: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single step takes one step of each recurrence, and attends to what is chosen, the window and the pictures."""
+    port, asked = opened(), []
+    for name in ("attend_prefill", "attend_decode", "scan_chunks", "scan_step"):
+        entry = getattr(ops, name)
+
+        def watched(use: Any, *args: Any, name: str = name, entry: Any = entry) -> torch.Tensor:
+            asked.append((name, tuple(args[3].shape)[-1] if "attend" in name else 0))
+            found: torch.Tensor = entry(use, *args)
+            return found
+
+        monkeypatch.setattr(ops, name, watched)
+    inputs = port.prepare(pictures, silent)
     slot, length = port.open(), inputs.token_ids.shape[1]
     port.step(slot, inputs, 0, length - 1, silent)
-    assert {field for field, _ in asked} == {"latent", "rope", "index"}
+    assert {name for name, _ in asked} == {"attend_prefill", "scan_chunks"}
     asked.clear()
     port.step(slot, inputs, length - 1, length, silent)
     port.free(slot)
-    assert set(asked) == {("index", length)}
+    keys, rows = port.config.index_topk + port.config.index_window, port.picture_rows(inputs)
+    assert asked == [("scan_step", 0)] * 3 + [("attend_decode", keys + rows)] + [("scan_step", 0)] * 3 + [
+        ("attend_decode", keys + rows), ("attend_decode", keys)
+    ]  # fmt: skip
 
 
 def test_a_used_slot_says_the_same(opened: Any, info: ModelInfo, text: Case) -> None:
@@ -160,17 +171,17 @@ def test_a_replay_isolates_every_unit(opened: Any, text: Case) -> None:
     port = opened()
     free = whole(port, text)
     pins = Pins(tensors=free.tensors(), taps=free.taps, level=3, dtype=torch.float32, decisions=True)
-    port.model.weights["model.layers.2.self_attn.q_a_layernorm.weight"].tensor.mul_(1.01)
+    port.model.weights["model.layers.3.self_attn.q_a_layernorm.weight"].tensor.mul_(1.01)
     try:
         replayed = whole(port, text, TraceRecorder(pins=pins))
     finally:
-        port.model.weights["model.layers.2.self_attn.q_a_layernorm.weight"].tensor.div_(1.01)
+        port.model.weights["model.layers.3.self_attn.q_a_layernorm.weight"].tensor.div_(1.01)
     assert not replayed.notes
     expected, actual = free.tensors(), replayed.tensors()
     moved = [
         n for n, v in expected.items() if v.is_floating_point() and (actual[n] - v).nan_to_num(0).abs().max() > 1e-4
     ]
-    assert moved == ["layers.2.attn.q_norm"]
+    assert moved == ["layers.3.attn.q_norm"]
 
 
 def test_pinned_decisions_are_the_ones_used(opened: Any, text: Case) -> None:
@@ -178,10 +189,10 @@ def test_pinned_decisions_are_the_ones_used(opened: Any, text: Case) -> None:
     port = opened()
     free = whole(port, text)
     tap = "layers.1.moe.router.topk"
-    other = {tap: torch.tensor([5, 6]).expand_as(free.tensors()[tap]).clone()}
+    other = {tap: torch.tensor([4, 5, 6]).expand_as(free.tensors()[tap]).clone()}
     pins = Pins(tensors=other, taps=free.taps, level=3, dtype=torch.float32, decisions=True)
     seen = whole(port, text, TraceRecorder(pins=pins)).tensors()
-    p = seen["layers.1.moe.router.logits"].sigmoid()[..., 5:]
+    p = seen["layers.1.moe.router.logits"].sigmoid()[..., 4:7]
     torch.testing.assert_close(seen["layers.1.moe.router.weights"], 2.5 * p / p.sum(-1, keepdim=True))
 
 
@@ -203,7 +214,61 @@ def test_the_port_claims_what_it_has(opened: Any) -> None:
     port = opened()
     expected = ["phases", "weights", "converts", "chat", "serves", "multi_card", "cache", "operators"]
     assert capabilities(port) == expected
-    assert port.scope.fallbacks == tuple(n for n, choice in port.operators().items() if choice == "fallback")
+    levels = {n: op for n, op in port.operators().items() if isinstance(op, str)}
+    assert port.scope.fallbacks == tuple(n for n, level in levels.items() if level == "reference")
+
+
+def test_an_operator_that_is_switched_runs_on_the_reference(opened: Any, pictures: Case) -> None:
+    """Named operators run on the reference, are told as fallbacks, and give the same; the others stay as they were."""
+    names = "attn.sparse_prefill,recurrent.prefill,moe.experts"
+    port = opened(fallback=names)
+    assert set(names.split(",")) <= set(port.scope.fallbacks)
+    assert port.operators()["attn.sparse_decode"] == "custom"
+    assert furthest(whole(port, pictures), whole(opened(), pictures)) < (1e-5, "")
+
+
+@pytest.mark.parametrize("policies", [("random", "random"), ("random", "block"), ("block", "importance")])
+def test_each_policy_chooses_the_same_in_every_phase(
+    checkpoint: Path, tmp_path: Path, text: Case, policies: tuple[str, str]
+) -> None:
+    """Whatever the policy, prefill, chunks and steps choose the same keys; a random one needs no indexer."""
+    port = relabelled(checkpoint, tmp_path, index_policies=list(policies))
+    free = whole(port, text)
+    assert furthest(stepped(port, text), free) < (1e-5, "")
+    assert ("layers.3.attn.indexer.q" in free.taps) == (policies[0] != "random")
+    assert (free.tensors()["layers.3.attn.indexer.topk"][0, -1] >= 0).all()
+
+
+def relabelled(checkpoint: Path, folder: Path, **changes: Any) -> Any:
+    """Return the port on the same weights under another configuration."""
+    for file in checkpoint.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((checkpoint / "config.json").read_text()) | changes
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    port = accel_impl.adapter(folder, setup_of("float32"))
+    assert not port.load(folder, setup_of("float32"))["unused"]
+    return port
+
+
+def test_decode_side_by_side_says_what_each_says_alone(opened: Any, info: ModelInfo) -> None:
+    """Requests of different lengths, one token each in one call, give the logits that they give one after the other."""
+    port = opened()
+    cases = [text_case(info, n, seed=n) for n in (9, 23, 14)]
+    inputs = [port.prepare(case, silent) for case in cases]
+    alone, slots = [], []
+    for given in inputs:
+        slot, length = port.open(), given.token_ids.shape[1]
+        port.step(slot, given, 0, length - 1, silent)
+        alone.append(port.step(slot, given, length - 1, length, silent)[0, -1])
+        port.free(slot)
+    for given in inputs:
+        slots.append(port.open())
+        port.step(slots[-1], given, 0, given.token_ids.shape[1] - 1, silent)
+    together = port.decode_together(slots, [int(given.token_ids[0, -1]) for given in inputs]).logits
+    for slot in slots:
+        port.free(slot)
+    torch.testing.assert_close(together[:, 0], torch.stack(alone), atol=2e-5, rtol=1e-5)
 
 
 def test_every_tap_has_a_place(opened: Any, pictures: Case) -> None:
@@ -234,10 +299,10 @@ def test_a_users_factory_can_break_the_port(checkpoint: Path, tmp_path: Path, te
         "def factory(checkpoint, setup):\n"
         "    return Broken(checkpoint, setup)\n"
     )
-    setup = setup_of("float32", ops="fallback")
+    setup = setup_of("float32", ops="reference")
     broken = open_adapter(parse_spec(f"{file}:factory"), checkpoint, setup)
     broken.load(checkpoint, setup)
-    assert set(broken.operators().values()) == {"fallback"}
+    assert {op for op in broken.operators().values() if isinstance(op, str)} == {"reference"}
     port = accel_impl.adapter(checkpoint, setup)
     port.load(checkpoint, setup)
     actual, expected = whole(broken, text).tensors(), whole(port, text).tensors()

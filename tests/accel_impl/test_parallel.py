@@ -72,8 +72,8 @@ def first_moved(port: Any, layout: Layout, case: Case) -> str:
         ("no reduce", Layout(tp=2), "layers.0.attn"),
         ("no expert reduce", Layout(ep=2), "layers.1.moe.experts"),
         ("bias on every rank", Layout(tp=2), "vision.blocks.0"),
-        ("sinks of rank 0", Layout(tp=2), "layers.0.attn.core"),
-        ("stale hidden", Layout(pp=2), "layers.3.input_norm"),
+        ("sinks of rank 0", Layout(tp=2), "layers.3.attn.core"),
+        ("stale hidden", Layout(pp=2), "layers.4.attn_mix"),
     ],
 )
 def test_a_fault_of_one_layout_is_seen_where_it_is(
@@ -102,9 +102,9 @@ def inject(fault: str, port: Any, monkeypatch: pytest.MonkeyPatch, layout: Layou
         monkeypatch.setattr(Place, "reduce_experts", lambda self, partial: partial)
     elif fault == "stale hidden":
         take = Place.take_over
-        monkeypatch.setattr(Place, "take_over", lambda self, s, d: take(self, s, d).roll(1, dims=1))
+        monkeypatch.setattr(Place, "take_over", lambda self, s, d: take(self, s, d).roll(1, dims=-2))
     elif fault == "sinks of rank 0":
-        sinks = [m.weights["model.layers.0.self_attn.sinks"].tensor for m in models]
+        sinks = [m.weights["model.layers.3.self_attn.sinks"].tensor for m in models]
         sinks[1].copy_(sinks[0][: len(sinks[1])])
     else:
         linear = ops.linear
@@ -123,14 +123,14 @@ def inject(fault: str, port: Any, monkeypatch: pytest.MonkeyPatch, layout: Layou
 def test_a_rank_that_raises_ends_all_of_them(opened: Any, text: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """When one rank fails the others stop waiting, the error names it, and the next simulation works again."""
     port = opened()
-    moe = model.Model._moe
+    moe = model.experts
 
-    def failing(self: Any, *args: Any) -> Any:
-        if self.place.rank == 1 and self.place.layout.tp == 2:
+    def failing(held: Any, *args: Any) -> Any:
+        if held.place.rank == 1 and held.place.layout.tp == 2:
             raise ValueError("boom")
-        return moe(self, *args)
+        return moe(held, *args)
 
-    monkeypatch.setattr(model.Model, "_moe", failing)
+    monkeypatch.setattr(model, "experts", failing)
     with pytest.raises(PortError, match="rank 1 of tp2: ValueError: boom"):
         simulated(port, Layout(tp=2), text)
     monkeypatch.undo()
@@ -154,7 +154,7 @@ def test_ranks_hold_less_than_one_card(checkpoint: Path, opened: Any) -> None:
         single = sum(w.nbytes for w in port.model.weights.values())
         assert all(rank.facts["resident_bytes"] < single for rank in held)
         experts = [sum(w.q.numel() for n, w in r.weights.items() if ".experts." in n) for r in held]
-        assert sum(experts) == 4 * 7 * 3 * 96 * 160
+        assert sum(experts) == 8 * 12 * 3 * 96 * 160
 
 
 _RANK = """
