@@ -51,7 +51,10 @@ def route(c: Config, w: Mapping[str, Tensor], at: str, x_BTD: Tensor, record: Re
     """
     logits_BTE = record(f"{at}.logits", wide_linear(x_BTD, w["gate.weight"]), dims="batch token expert")
     chances_BTE = logits_BTE.sigmoid()
-    scores_BTE = best_groups(chances_BTE + w["gate.e_score_correction_bias"], c.n_group, c.topk_group)
+    scores_BTE = chances_BTE + w["gate.e_score_correction_bias"]
+    worth_BTG = record(f"{at}.groups.topk.scores", worth_of_groups(scores_BTE, c.n_group), dims="batch token group")
+    groups_BTC = record(f"{at}.groups.topk", top_indices(worth_BTG, c.topk_group), dims="batch token choice")
+    scores_BTE = within_groups(scores_BTE, groups_BTC, c.n_group)
     scores_BTE = record(f"{at}.topk.scores", scores_BTE, dims="batch token expert")
     chosen_BTC = record(f"{at}.topk", top_indices(scores_BTE, c.num_experts_per_tok), dims="batch token choice")
     weights_BTC = chances_BTE.gather(-1, chosen_BTC)
@@ -59,11 +62,15 @@ def route(c: Config, w: Mapping[str, Tensor], at: str, x_BTD: Tensor, record: Re
     return chosen_BTC, record(f"{at}.weights", weights_BTC, dims="batch token choice")
 
 
-def best_groups(scores_BTE: Tensor, groups: int, taken: int) -> Tensor:
-    """Return the scores with -inf outside the `taken` groups of neighbours whose two best experts are worth most."""
+def worth_of_groups(scores_BTE: Tensor, groups: int) -> Tensor:
+    """Return what each group of neighbours is worth: the sum of its two best. Shape [B, T, G]."""
+    return scores_BTE.unflatten(-1, (groups, -1)).topk(2, dim=-1).values.sum(-1)
+
+
+def within_groups(scores_BTE: Tensor, groups_BTC: Tensor, groups: int) -> Tensor:
+    """Return the scores with -inf for experts outside of the chosen groups."""
     scores_BTGE = scores_BTE.unflatten(-1, (groups, -1))
-    worth_BTG = scores_BTGE.topk(2, dim=-1).values.sum(-1)
-    outside_BTG = torch.ones_like(worth_BTG, dtype=torch.bool).scatter(-1, top_indices(worth_BTG, taken), False)
+    outside_BTG = torch.ones_like(scores_BTGE[..., 0], dtype=torch.bool).scatter(-1, groups_BTC, False)
     return scores_BTGE.masked_fill(outside_BTG[..., None], float("-inf")).flatten(-2)
 
 

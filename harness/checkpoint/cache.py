@@ -123,9 +123,11 @@ def _state(config: Mapping[str, Any], unknown: list[str]) -> LayerCache:
         taps = max(0, (number(config, "linear_conv_kernel_dim") or 1) - 1)
         size = heads * key * value * STATE_BYTES + taps * (2 * keys + heads * value) * CACHE_BYTES
         return LayerCache(kind="recurrent", state_bytes=size, heads=heads)
-    inner = config.get("linear_attn_config")
-    if isinstance(inner, dict) and (heads := number(inner, "num_heads")):
-        dim, taps = number(inner, "head_dim") or 0, max(0, (number(inner, "short_conv_kernel_size") or 1) - 1)
+    inner, names = config.get("linear_attn_config"), ("num_heads", "head_dim", "short_conv_kernel_size")
+    if not isinstance(inner, dict):
+        inner, names = config, ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    if heads := number(inner, names[0]):
+        dim, taps = number(inner, names[1]) or 0, max(0, (number(inner, names[2]) or 1) - 1)
         size = heads * dim * dim * STATE_BYTES + taps * 3 * heads * dim * CACHE_BYTES
         return LayerCache(kind="recurrent", state_bytes=size, heads=heads)
     width = number(config, "mamba_d_ssm", "mamba_intermediate_size", "intermediate_size_mamba")

@@ -229,7 +229,10 @@ def test_experts(taps, weights, n):
     for token in range(T):
         biased = (p[token] + w["mlp.gate.e_score_correction_bias"]).tolist()
         groups = [biased[i : i + 4] for i in (0, 4, 8)]
-        dropped = min(range(3), key=lambda g: sum(sorted(groups[g])[-2:]))
+        worth = [sum(sorted(group)[-2:]) for group in groups]
+        dropped = min(range(3), key=lambda g: worth[g])
+        assert t["moe.router.groups.topk.scores"][token].tolist() == pytest.approx(worth, rel=1e-12)
+        assert t["moe.router.groups.topk"][token].tolist() == sorted({0, 1, 2} - {dropped})
         scores = [-math.inf if e // 4 == dropped else biased[e] for e in range(12)]
         assert t["moe.router.topk.scores"][token].tolist() == pytest.approx(scores, rel=1e-12)
         best = sorted(sorted(range(12), key=lambda e: -scores[e])[:3])

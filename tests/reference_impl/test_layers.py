@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reference_impl.config import RopeConfig
-from reference_impl.experts import best_groups, gated_clamped
+from reference_impl.experts import gated_clamped, within_groups, worth_of_groups
 from reference_impl.layers import (
     layer_norm,
     mix,
@@ -102,10 +102,12 @@ def test_ties_go_to_the_lower_index_and_choices_ascend():
 
 def test_a_group_is_worth_its_two_best():
     """A group with one great expert loses to two with two good ones; of equal groups the earlier are taken."""
-    scores = torch.tensor([9.0, 0, 0, 0, 5, 0, 5, 0, 0, 6, 0, 4.5])
+    scores = torch.tensor([[9.0, 0, 0, 0, 5, 0, 5, 0, 0, 6, 0, 4.5]])
+    worth = worth_of_groups(scores, 3)
+    assert worth.tolist() == [[9, 10, 10.5]]
     never = float("-inf")
-    assert best_groups(scores, 3, 2).tolist() == [never] * 4 + [5, 0, 5, 0, 0, 6, 0, 4.5]
-    assert best_groups(torch.ones(12), 3, 2).tolist() == [1] * 8 + [never] * 4
+    found = within_groups(scores, top_indices(worth, 2), 3)
+    assert found.tolist() == [[never] * 4 + [5, 0, 5, 0, 0, 6, 0, 4.5]]
 
 
 def test_a_sink_takes_weight_and_gives_nothing():

@@ -20,7 +20,16 @@ from reference_impl.request import Cache, Call
 INDEXER = [f"indexer.{n}" for n in ("q", "k", "weights", "topk.scores", "topk")]
 SPARSE = ["q_a", "q_norm", "q", "kv_latent", "k_rope", *INDEXER, "visual_latent", "core"]
 RECURRENT = ["q", "k", "v", "decay", "beta", "core", "norm"]
-EXPERTS = ["router.logits", "router.topk.scores", "router.topk", "router.weights", "experts", "shared_expert"]
+EXPERTS = [
+    "router.logits",
+    "router.groups.topk.scores",
+    "router.groups.topk",
+    "router.topk.scores",
+    "router.topk",
+    "router.weights",
+    "experts",
+    "shared_expert",
+]
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +315,7 @@ def _like_another(name: str) -> bool:
 def _another(x: Tensor) -> Tensor:
     """Return something else of the same kind: other choices, scores upside down, values with noise."""
     if x.dtype == torch.int64:
-        return (x + 1) % 12 if x.shape[-1] == 3 else torch.full_like(x, -1)
+        return {2: (x + 1) % 3, 3: (x + 1) % 12}.get(x.shape[-1], torch.full_like(x, -1))
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     return x + x.pow(2).mean().sqrt() * noise
 
