@@ -12,6 +12,7 @@ architecture:
     layers.N.attn.{q_proj,...,core,indexer,indexer.topk}                           their parts                 level 3
     layers.N.moe.{router,router.topk,experts,shared_expert}
     norm  logits                                                                   final norm, logits          level 1
+    mtp  mtp.{in,attn,moe,logits,...}                  a layer that predicts one more token, its parts         level 1, 2
     vision.{pixels,patch_embed,pos_embed,blocks.N,norm,merger}                     tower                       level 1
 
 `X.topk` (several in one unit: `X.topk`, `X.topk.1`, ...) holds the chosen ids, `X.topk.scores` what chose them.
@@ -36,7 +37,7 @@ EXACT_KINDS = frozenset({"input", "mask"})
 PART_CHANNELS = 512
 """Most channels of an output that the parts of it are kept at."""
 
-_CONTAINER = re.compile(r"^(layers|vision\.blocks|[\w.]*?\.?(?:blocks|layers|h))\.(\d+)")
+_CONTAINER = re.compile(r"^(layers|vision\.blocks|[\w.]*?\.?(?:blocks|layers|h))\.(\d+)|^mtp(\.\d+)?(?=\.|$)")
 
 
 _INPUT = re.compile(r"\.in(\.\w+(\.\d+)?)?$")

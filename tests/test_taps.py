@@ -17,6 +17,9 @@ from harness import taps
         ("vision.blocks.1", 1, "vision.blocks.1", "hidden"),
         ("vision.blocks.1.attn.qkv", 3, "vision.blocks.1.attn.qkv", "hidden"),
         ("vision.patch_embed", 1, "vision.patch_embed", "hidden"),
+        ("mtp", 1, "mtp", "hidden"),
+        ("mtp.moe.router.topk", 3, "mtp.moe.router.topk", "routing"),
+        ("mtp.layers.0.attn", 2, "mtp.layers.0.attn", "hidden"),
         ("embed", 1, "embed", "hidden"),
         ("logits", 1, "logits", "logits"),
         ("inputs.token_ids", 2, "inputs.token_ids", "input"),
@@ -36,3 +39,18 @@ def test_decisions_of_a_unit_are_its_own_and_its_parts():
         "layers.1.attn",
     ]
     assert taps.decisions_under("layers.1", names) == ["layers.1.moe.router.topk"]
+
+
+@pytest.mark.parametrize(
+    ("tap", "layer", "child"),
+    [
+        ("layers.3.moe.router.topk", "layers.3", "layers.3.moe"),
+        ("mtp.moe.router.topk", "mtp", "mtp.moe"),
+        ("mtp.1.attn.core", "mtp.1", "mtp.1.attn"),
+        ("mtp.layers.0.attn.core", "mtp.layers.0", "mtp.layers.0.attn"),
+        ("mtpx.attn", "mtpx.attn", "mtpx.attn"),
+    ],
+)
+def test_a_layer_that_predicts_one_more_token_is_a_layer(tap, layer, child):
+    """Its parts lie in it as those of a decoder layer do, numbered or not."""
+    assert (taps.layer_of(tap), taps.child_of(tap)) == (layer, child)
