@@ -148,7 +148,7 @@ def _attend_block(
     q_THD: Tensor, latent_NL: Tensor, rope_NR: Tensor, rows_TK: Tensor, kv_b: Tensor, sinks_H: Tensor, scale: float
 ) -> Tensor:
     heads, nope = q_THD.shape[1], q_THD.shape[-1] - rope_NR.shape[-1]
-    union_U, at_TK = torch.unique(rows_TK, return_inverse=True)
+    union_U, at_TK = _as_met(rows_TK)
     picked = union_U.clamp(min=0)
     kv_UHD = F.linear(latent_NL[picked].to(FLOAT), kv_b).unflatten(-1, (heads, -1))
     seen_TU = torch.zeros(len(q_THD), len(union_U), dtype=torch.bool, device=q_THD.device).scatter_(1, at_TK, True)
@@ -158,6 +158,19 @@ def _attend_block(
     scores_THU = scores_THU.masked_fill(~(seen_TU & (union_U >= 0))[:, None], float("-inf"))
     p_THU = _with_sink(scores_THU, sinks_H.to(FLOAT)[None, :, None])
     return torch.einsum("thu,uhv->thv", p_THU, kv_UHD[..., nope:])
+
+
+def _as_met(rows_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row once, in the order in which they are met, and where each one is in it [T, K].
+
+    Not in the order of pages: sums must not depend on which pages a request was given.
+    """
+    union_U, at_TK = torch.unique(rows_TK, return_inverse=True)
+    count = rows_TK.numel()
+    first_U = torch.full_like(union_U, count)
+    first_U.scatter_reduce_(0, at_TK.flatten(), torch.arange(count, device=rows_TK.device), "amin")
+    order_U = first_U.argsort()
+    return union_U[order_U], order_U.argsort()[at_TK]
 
 
 def _with_sink(scores: Tensor, sink: Tensor) -> Tensor:

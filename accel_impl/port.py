@@ -279,7 +279,7 @@ class AccelAdapter:
         model, request = self._model(), self._requests.get(slot)
         if request is None:
             raise PortError(f"expected an open slot, found {slot}; open are {sorted(self._requests)}")
-        if start == 0 and request.pictures is None:
+        if request.pictures is None and (start == 0 or self.needs_rows(slot, inputs, start)):
             request.pictures = model.features(inputs, record)
         store = SlotStore(self.memory_in_use(), [slot], [start], stop - start)
         return model.run(step_of(inputs, start, stop, request.pictures, further=further), store, record)
