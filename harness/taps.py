@@ -12,7 +12,7 @@ architecture:
     layers.N.attn.{q_proj,...,core,indexer,indexer.topk}                           their parts                 level 3
     layers.N.moe.{router,router.topk,experts,shared_expert}
     norm  logits                                                                   final norm, logits          level 1
-    mtp  mtp.{in,attn,moe,logits,...}                  a layer that predicts one more token, its parts         level 1, 2
+    mtp  mtp.{in,attn,moe,logits,...}                  a layer that predicts one more token, its parts       level 1, 2
     vision.{pixels,patch_embed,pos_embed,blocks.N,norm,merger}                     tower                       level 1
 
 `X.topk` (several in one unit: `X.topk`, `X.topk.1`, ...) holds the chosen ids, `X.topk.scores` what chose them.
