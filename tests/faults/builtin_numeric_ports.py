@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_impl import ops, vision
-from accel_impl.cache import PagedCache, SlotStore
-from accel_impl.model import Model
+from accel_impl import experts, model, ops, rotary, sparse, vision
+from accel_impl.held import Held
+from accel_impl.model import Model, Step
 from accel_impl.port import AccelAdapter
+from accel_impl.sparse import Span
+from accel_impl.store import SlotStore
 from accel_impl.vision import Tower
 
 FAULTS: dict[str, Callable[[], Any]] = {}
-LAYER = 2
-"""The layer that a fault sits in, where it sits in one."""
+LAYER = 3
+"""The layer that a fault sits in, where it sits in one; it attends sparsely and has experts."""
 
 
 def port(checkpoint: Path, setup: Any) -> AccelAdapter:
@@ -66,28 +68,21 @@ class Here:
 def follow() -> None:
     """Keep `Here` up to date."""
 
-    def layer(real: Any, self: Model, number: int, *args: Any) -> Tensor:
+    def layer(real: Any, self: Model, number: int, *args: Any) -> Any:
         Here.layer = number
         return real(self, number, *args)
 
-    def run(real: Any, self: Model, inputs: Any, start: int, stop: int, *args: Any) -> Tensor:
-        Here.start, Here.stop = start, stop
-        return real(self, inputs, start, stop, *args)
+    def run(real: Any, self: Model, step: Step, store: SlotStore, *args: Any) -> Any:
+        Here.start, Here.stop = store.starts[0], store.starts[0] + store.count
+        return real(self, step, store, *args)
+
+    def further(real: Any, self: Model, number: int, *args: Any) -> Any:
+        Here.layer = number
+        return real(self, number, *args)
 
     around(Model, "_layer", layer)
     around(Model, "run", run)
-
-
-def with_config(method: str, **changes: Any) -> None:
-    """Let one method of the model see another configuration, in one layer where it has layers."""
-
-    def call(real: Any, self: Model, *args: Any) -> Any:
-        here = Here.layer == LAYER or method == "_logits"
-        with other(self, "config", dataclasses.replace(self.config, **changes) if here else self.config):
-            return real(self, *args)
-
-    follow()
-    around(Model, method, call)
+    around(Model, "_further", further)
 
 
 # --- text ---
@@ -96,14 +91,22 @@ def with_config(method: str, **changes: Any) -> None:
 @fault
 def rope_base() -> None:
     """TX01: one layer's rotary base is a default instead of the configuration's."""
-    with_config("_attention", rope_theta=500.0)
+
+    def attention(real: Any, held: Held, number: int, tap: str, x: Tensor, span: Span, *args: Any, **more: Any) -> Any:
+        if number == LAYER:
+            wrong = dataclasses.replace(held.config.rope, rope_theta=500.0)
+            turn = rotary.table(span.positions_BT, wrong, held.config.qk_rope_head_dim, held.device)
+            span = dataclasses.replace(span, turn=turn)
+        return real(held, number, tap, x, span, *args, **more)
+
+    around(model, "sparse_attention", attention)
 
 
 @fault
 def softmax_scale() -> None:
     """TX04: the softmax scale lacks a factor, in both attention paths."""
     follow()
-    for name in ("attend_dense", "attend_sparse"):
+    for name in ("attend_prefill", "attend_decode"):
 
         def attend(real: Any, *args: Any) -> Tensor:
             return real(*args[:-1], args[-1] * (1.25 if Here.layer == LAYER else 1.0))
@@ -115,7 +118,7 @@ def softmax_scale() -> None:
 def sinks_dropped() -> None:
     """TX16: the sinks are not in the denominator."""
     follow()
-    for name, place in (("attend_dense", 5), ("attend_sparse", 5)):
+    for name, place in (("attend_prefill", 6), ("attend_decode", 6)):
 
         def attend(real: Any, *args: Any, place: int = place) -> Tensor:
             given = list(args)
@@ -129,13 +132,13 @@ def sinks_dropped() -> None:
 def norm_offset() -> None:
     """LD25: a norm multiplies by 1 + w."""
 
-    def norm(real: Any, self: Model, x: Tensor, name: str) -> Tensor:
+    def norm(real: Any, self: Held, x: Tensor, name: str) -> Tensor:
         y = real(self, x, name)
         wide = x.float()
         more = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)).to(y.dtype)
         return y + more if name.endswith(f"layers.{LAYER}.input_layernorm") else y
 
-    around(Model, "_rms_norm", norm)
+    around(Held, "rms_norm", norm)
 
 
 @fault
@@ -152,31 +155,33 @@ def up_without_one() -> None:
 @fault
 def router_bias_ignored() -> None:
     """The router's correction bias takes no part in the choice."""
-    follow()
 
-    def moe(real: Any, self: Model, x: Tensor, name: str, tap: str, record: Any) -> Tensor:
+    def routed(real: Any, held: Held, name: str, *args: Any) -> Any:
         key = f"{name}.gate.e_score_correction_bias"
-        held = self.weights[key]
-        if Here.layer != LAYER:
-            return real(self, x, name, tap, record)
-        none = dataclasses.replace(held, tensor=torch.zeros_like(held.tensor))
-        with other(self, "weights", {**self.weights, key: none}):
-            return real(self, x, name, tap, record)
+        if f".{LAYER}." in name:
+            none = dataclasses.replace(held.weights[key], tensor=torch.zeros_like(held.weights[key].tensor))
+            held = dataclasses.replace(held, weights={**held.weights, key: none})
+        return real(held, name, *args)
 
-    around(Model, "_moe", moe)
+    around(experts, "_routed", routed)
 
 
 @fault
 def one_key_less() -> None:
     """The indexer chooses one key less."""
-    with_config("_choose", index_topk=1)
+
+    def chosen(real: Any, held: Held, number: int, *args: Any) -> Tensor:
+        fewer = dataclasses.replace(held.config, index_topk=held.config.index_topk - 1)
+        return real(dataclasses.replace(held, config=fewer) if number == LAYER else held, number, *args)
+
+    around(sparse, "_chosen", chosen)
 
 
 @fault
 def indexer_one_sided() -> None:
     """SP03: a rotation is applied to the indexer's queries, not to its keys."""
 
-    def linear(real: Any, self: Model, x: Tensor, name: str) -> Tensor:
+    def linear(real: Any, self: Held, x: Tensor, name: str) -> Tensor:
         y = real(self, x, name)
         if not name.endswith(f"layers.{LAYER}.self_attn.indexer.wq_b"):
             return y
@@ -184,19 +189,16 @@ def indexer_one_sided() -> None:
         turn = torch.linalg.qr(torch.randn(width, width, generator=torch.Generator().manual_seed(1))).Q
         return (y.unflatten(-1, (-1, width)).float() @ turn).flatten(-2).to(y.dtype)
 
-    around(Model, "_linear", linear)
+    around(Held, "linear", linear)
 
 
 @fault
 def decode_position() -> None:
     """Single steps are one position too far."""
 
-    def run(real: Any, self: Model, inputs: Any, start: int, stop: int, *args: Any) -> Tensor:
-        if stop - start == 1 and start > 0:
-            positions = inputs.position_ids
-            positions = torch.arange(inputs.token_ids.shape[1])[None] if positions is None else positions
-            inputs = dataclasses.replace(inputs, position_ids=positions + 1)
-        return real(self, inputs, start, stop, *args)
+    def run(real: Any, self: Model, step: Step, store: SlotStore, *args: Any) -> Any:
+        late = dataclasses.replace(step, positions_BT=step.positions_BT + 1)
+        return real(self, late if store.sparse else step, store, *args)
 
     around(Model, "run", run)
 
@@ -204,7 +206,12 @@ def decode_position() -> None:
 @fault
 def softcap_missing() -> None:
     """TX11: the final soft cap is not applied."""
-    with_config("_logits", logit_softcap=1e4)
+
+    def logits(real: Any, self: Model, *args: Any) -> Tensor:
+        with other(self, "config", dataclasses.replace(self.config, logit_softcap=1e4)):
+            return real(self, *args)
+
+    around(Model, "_logits", logits)
 
 
 @fault
@@ -212,16 +219,17 @@ def page_left_over() -> None:
     """A second request finds in its first page what the request before left there."""
     left: list[Tensor] = []
 
-    def write(real: Any, self: PagedCache, layer: int, field: str, slot: int, start: int, values: Tensor) -> None:
-        real(self, layer, field, slot, start, values)
-        if start == 0 and layer == LAYER and field == "latent":
-            count = min(self.page_tokens, values.shape[1])
+    def put(real: Any, self: SlotStore, layer: int, values: Any) -> None:
+        if self.starts[0] == 0 and layer == LAYER and "latent" in values:
+            own = values["latent"]
+            count = min(self.memory.pages.page_tokens, own.shape[1])
             earlier = [v for v in left if v.shape[1] >= count][-1:]
-            left.append(values[:, :count].clone())
+            left.append(own[:, :count].clone())
             if earlier:
-                real(self, layer, field, slot, 0, earlier[0][:, :count])
+                values = {**values, "latent": torch.cat((earlier[0][:, :count], own[:, count:]), dim=1)}
+        real(self, layer, values)
 
-    around(PagedCache, "write", write)
+    around(SlotStore, "put", put)
 
 
 @fault
@@ -229,9 +237,10 @@ def keys_unscaled() -> None:
     """LC07: latents are rounded to fp8 without a scale on their way into the cache, and read with one."""
 
     def put(real: Any, self: SlotStore, layer: int, values: Any) -> None:
-        latent = values["latent"]
-        wrong = latent.to(torch.float8_e4m3fn).to(latent.dtype) * 0.95
-        real(self, layer, {**values, "latent": wrong} if layer == LAYER else values)
+        if layer == LAYER and "latent" in values:
+            latent = values["latent"]
+            values = {**values, "latent": latent.to(torch.float8_e4m3fn).to(latent.dtype) * 0.95}
+        real(self, layer, values)
 
     around(SlotStore, "put", put)
 
@@ -244,23 +253,23 @@ def beyond_128() -> None:
     """LC04: attention is wrong from position 128 on."""
     follow()
 
-    def core(real: Any, self: Model, layer: int, *args: Any) -> Tensor:
-        value = real(self, layer, *args)
+    def attended(real: Any, held: Held, layer: int, *args: Any) -> Tensor:
+        value = real(held, layer, *args)
         late = torch.arange(Here.start, Here.stop) >= 128
         return torch.where(late[None, :, None, None], value * 1.08, value) if layer == LAYER else value
 
-    around(Model, "_core", core)
+    around(sparse, "_attended", attended)
 
 
 @fault
 def page_number_wraps() -> None:
     """LC01: the number of a page overflows: pages above 128 tokens' worth are those at the start of the request."""
+    follow()
 
-    def read(real: Any, self: PagedCache, layer: int, field: str, slot: int, stop: int) -> Tensor:
-        value = real(self, layer, field, slot, stop)
-        return value[:, torch.arange(stop) % 128] if layer == LAYER and field == "latent" else value
+    def rows(real: Any, self: SlotStore, places: Tensor) -> Tensor:
+        return real(self, torch.where(places < 0, places, places % 128) if Here.layer == LAYER else places)
 
-    around(PagedCache, "read", read)
+    around(SlotStore, "rows", rows)
 
 
 @fault
@@ -268,14 +277,13 @@ def indexer_rotates_when_long() -> None:
     """SP01: beyond 100 keys the indexer takes another path, which rotates neighbours instead of halves."""
     follow()
 
-    def rotate(real: Any, self: Model, x: Tensor, positions: Tensor) -> Tensor:
+    def turned(real: Any, held: Held, x: Tensor, span: Span) -> Tensor:
         if Here.layer != LAYER or Here.stop <= 100:
-            return real(self, x, positions)
-        turned, rest = x.tensor_split([self.config.index_rope_dim], dim=-1)
-        turned = ops.rope(self.use, turned, positions, theta=self.config.rope_theta, interleaved=True)
-        return torch.cat((turned, rest), dim=-1)
+            return real(held, x, span)
+        first, rest = x.tensor_split([held.config.index_rope_dim], dim=-1)
+        return torch.cat((ops.rope(held.use, first, *span.index_turn, interleaved=True), rest), dim=-1)
 
-    around(Model, "_index_rope", rotate)
+    around(sparse, "_turned", turned)
 
 
 @fault
@@ -284,10 +292,10 @@ def memory_kept() -> None:
     follow()
     kept: list[Tensor] = []
 
-    def layer(real: Any, self: Model, number: int, h: Tensor, *args: Any) -> Tensor:
-        value = real(self, number, h, *args)
+    def layer(real: Any, self: Model, number: int, *args: Any) -> Any:
+        value = real(self, number, *args)
         if Here.stop > 140:  # at length only: the test is about long context, and the machine may be small
-            kept.append(torch.ones(value.shape[1], 1 << 16))
+            kept.append(torch.ones(value[-1].shape[1], 1 << 16))
         return value
 
     around(Model, "_layer", layer)
@@ -300,10 +308,10 @@ def memory_kept() -> None:
 def pictures_swapped() -> None:
     """IM09: the features of two pictures are put into each other's place."""
 
-    def tower(real: Any, self: Tower, pixel_values: Tensor, grids: Tensor, record: Any) -> Tensor:
-        rows = real(self, pixel_values, grids, record)
+    def tower(real: Any, self: Tower, pixel_values: Tensor, grids: Tensor, record: Any) -> Any:
+        rows, deepstack = real(self, pixel_values, grids, record)
         first = int(grids[0].prod()) // self.config.spatial_merge_size**2
-        return torch.cat((rows[first:], rows[:first]))
+        return torch.cat((rows[first:], rows[:first])), deepstack
 
     around(Tower, "__call__", tower)
 
@@ -311,7 +319,12 @@ def pictures_swapped() -> None:
 @fault
 def placed_one_late() -> None:
     """The rows of pictures lie one row too late."""
-    around(Tower, "__call__", lambda real, *args: real(*args).roll(1, 0))
+
+    def tower(real: Any, *args: Any) -> Any:
+        rows, deepstack = real(*args)
+        return rows.roll(1, 0), deepstack
+
+    around(Tower, "__call__", tower)
 
 
 @fault
@@ -329,12 +342,11 @@ def patches_raster() -> None:
 def corners_aligned() -> None:
     """IM01: the position table is resized with corners aligned."""
 
-    def positions(real: Any, self: Tower, grids: Tensor) -> Tensor:
-        interpolate = torch.nn.functional.interpolate
-        with other(vision.F, "interpolate", lambda *a, **k: interpolate(*a, **{**k, "align_corners": True})):
-            return real(self, grids)
+    def bilinear(real: Any, source: int, target: int, device: Any) -> Tensor:
+        at = torch.arange(target) * (source - 1) / max(1, target - 1)
+        return (1 - (at[:, None] - torch.arange(source)).abs()).clamp(min=0).float().to(device)
 
-    around(Tower, "positions", positions)
+    around(vision, "bilinear", bilinear)
 
 
 @fault

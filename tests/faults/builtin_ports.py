@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from accel_impl import comm, formats, loader, model, ops, server, tokenizer, vision
+from accel_impl import comm, experts, formats, held, loader, model, ops, server, tokenizer, vision, wire
 from accel_impl.cache import PagedCache
 from accel_impl.port import AccelAdapter
 from accel_impl.shards import Shards
@@ -103,7 +103,7 @@ def reinitialised() -> type[AccelAdapter]:
     class Port(AccelAdapter):
         def load(self, checkpoint: Path, setup: Any) -> Any:
             facts = super().load(checkpoint, setup)
-            held = self._model().weights["model.layers.1.self_attn.indexer.wk.weight"].tensor
+            held = self._model().weights["model.layers.3.self_attn.indexer.wk.weight"].tensor
             held.copy_(torch.randn(held.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
             return facts
 
@@ -195,13 +195,13 @@ def token_by_token_stream() -> None:
 def server_ignores_ids() -> None:
     """The endpoint takes a prompt of token ids for text and tokenises it again."""
 
-    def prompt(real: Any, self: server.Server, prompt: Any) -> Any:
-        given = real(self, prompt)
-        if given.token_ids is None:
-            return given
-        return real(self, self.port.decode(given.token_ids) or "?")
+    def inputs(real: Any, body: Any, chat: bool, port: AccelAdapter) -> Any:
+        ids = body.get("prompt")
+        if not chat and isinstance(ids, list) and ids and isinstance(ids[0], int):
+            body = {**body, "prompt": port.decode(ids) or "?"}
+        return real(body, chat, port)
 
-    around(server.Server, "_prompt", prompt)
+    around(wire, "_inputs", inputs)
 
 
 @fault
@@ -242,13 +242,13 @@ def one_eos() -> type[AccelAdapter]:
 def shared_expert_not_reduced() -> None:
     """MC03: the partial sums of the shared expert are never added up."""
 
-    def gated(real: Any, self: model.Model, x: torch.Tensor, name: str) -> torch.Tensor:
+    def gated(real: Any, self: held.Held, x: torch.Tensor, name: str) -> torch.Tensor:
         if not name.endswith("layers.2.mlp.shared_experts"):
             return real(self, x, name)
-        inner = ops.swiglu(self.use, self._linear(x, f"{name}.gate_proj"), self._linear(x, f"{name}.up_proj"))
-        return self._linear(inner, f"{name}.down_proj")
+        inner = ops.swiglu(self.use, self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj"))
+        return self.linear(inner, f"{name}.down_proj")
 
-    around(model.Model, "_gated", gated)
+    around(held.Held, "gated", gated)
 
 
 @fault
@@ -256,11 +256,13 @@ def bias_on_every_rank() -> None:
     """MC01: the bias of a row-parallel linear of the tower is added on every rank, before the sum."""
 
     def row_linear(real: Any, self: vision.Tower, x: torch.Tensor, name: str) -> torch.Tensor:
-        if self.place.tp.size == 1 or name != "blocks.1.attn.proj":
+        place = self.held.place
+        if place.tp.size == 1 or name != "blocks.1.attn.proj":
             return real(self, x, name)
         bias = self._tensor(f"{name}.bias").float()
-        partial = ops.linear(self.use, x, self.weights[f"visual.{name}.weight"], out=torch.float32)
-        return self.place.reduce(partial + bias).to(self.dtype)
+        weight = self.held.weights[f"visual.{name}.weight"]
+        partial = ops.linear(self.held.use, x, weight, out=torch.float32)
+        return place.reduce(partial + bias).to(self.held.dtype)
 
     around(vision.Tower, "_row_linear", row_linear)
 
@@ -281,24 +283,24 @@ def sinks_of_rank_0() -> None:
 def expert_map_permuted() -> None:
     """MC11: experts are placed by a changed map, their weights are loaded by the old one."""
 
-    def experts(real: Any, self: model.Model, name: str) -> Any:
-        table = real(self, name)
-        if self.place.layout.ep == 1 or ".layers.3." not in name:
+    def held_here(real: Any, one: held.Held, name: str) -> Any:
+        table = real(one, name)
+        if one.place.layout.ep == 1 or ".layers.3." not in name:
             return table
         ids = list(table)
         return dict(zip(ids, [table[i] for i in ids[1:] + ids[:1]], strict=True))
 
-    around(model.Model, "_experts", experts)
+    around(experts, "_held_here", held_here)
 
 
 @fault
 def row_sum_missing() -> None:
     """The output projection of one layer keeps each rank's own partial sum."""
 
-    def row_linear(real: Any, self: model.Model, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self._linear(x, name) if name.endswith("layers.1.self_attn.o_proj") else real(self, x, name)
+    def row_linear(real: Any, self: held.Held, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self.linear(x, name) if name.endswith("layers.1.linear_attn.o_proj") else real(self, x, name)
 
-    around(model.Model, "_row_linear", row_linear)
+    around(held.Held, "row_linear", row_linear)
 
 
 @fault
@@ -307,7 +309,7 @@ def send_buffer_reused() -> None:
 
     def send(real: Any, self: comm.Distributed, value: torch.Tensor, target: int) -> None:
         value = value.clone()
-        value[:, -2:] = value[:, :1]
+        value[..., -2:, :] = value[..., :1, :]
         real(self, value, target)
 
     around(comm.Distributed, "send", send)
@@ -317,13 +319,10 @@ def send_buffer_reused() -> None:
 def vocabulary_padded() -> None:
     """MC20: the vocabulary is padded for the split, and the padded columns reach the sampler as logit 0."""
 
-    def logits(real: Any, self: model.Model, x: torch.Tensor, record: Any) -> torch.Tensor:
-        if self.place.layout.tp == 1:
-            return real(self, x, record)
-        silent = lambda tap, tensor, **_: tensor  # noqa: E731
-        whole = real(self, x, silent)
-        padded = torch.nn.functional.pad(whole, (0, -whole.shape[-1] % (2 * self.place.layout.tp)))
-        return record("logits", padded, dims="batch token vocab", kind="logits")
+    def logits(real: Any, self: model.Model, x: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = real(self, x)
+        width = 2 * self.place.layout.tp
+        return torch.nn.functional.pad(whole, (0, -whole.shape[-1] % width)) if width > 2 else whole
 
     around(model.Model, "_logits", logits)
 
@@ -357,7 +356,7 @@ def rank_dies() -> None:
 
 
 def _on_rank_1(act: Callable[[], Any]) -> None:
-    def layer(real: Any, self: model.Model, number: int, *args: Any) -> torch.Tensor:
+    def layer(real: Any, self: model.Model, number: int, *args: Any) -> list[torch.Tensor]:
         if number == 3 and self.place.rank == 1 and isinstance(self.place.everyone, comm.Distributed):
             act()
         return real(self, number, *args)

@@ -15,8 +15,8 @@ ONE_CARD = ("--set", "scope.max_length_tokens=161", "--set", 'scope.layouts=["si
 @pytest.mark.parametrize(
     ("fault", "stage", "tap", "cause"),
     [
-        ("beyond_128", "long_context", "layers.2", "position"),
-        ("indexer_rotates_when_long", "text", "layers.2.attn.indexer.q", "rotary style"),
+        ("beyond_128", "long_context", "layers.3", "position"),
+        ("indexer_rotates_when_long", "text", "layers.3.attn.indexer.q", "rotary style"),
     ],
 )
 def test_a_fault_that_begins_at_length_is_named(verify, fault, stage, tap, cause):

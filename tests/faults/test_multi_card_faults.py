@@ -13,7 +13,7 @@ import pytest
         ("expert_map_permuted", "ep2", "simulated", "layers.3.moe.experts", "only when split as ep2"),
         ("row_sum_missing", "tp2", "agreement", "layers.1.attn", "only when split as tp2"),
         ("bias_on_every_rank", "tp2", "simulated", "vision.blocks.1", "only when split as tp2"),
-        ("send_buffer_reused", "pp2", "decisions.margin", "layers.3", "only when split as pp2"),
+        ("send_buffer_reused", "pp2", "decisions.margin", "layers.4", "only when split as pp2"),
         ("all_reduce_drops_tail", "tp2", "collectives", "collectives.all_reduce", "wrong sums"),
     ],
 )

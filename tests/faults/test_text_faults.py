@@ -58,9 +58,9 @@ def test_what_bfloat16_hides_is_found_in_float32(verify, tiny_model):
 @pytest.mark.parametrize(
     ("fault", "tap", "cause"),
     [
-        ("sinks_dropped", "layers.2.attn.core", "sinks"),
-        ("indexer_one_sided", "layers.2.attn.indexer.q", "rotary style"),
-        ("keys_unscaled", "layers.2", "not in a plain prefill"),
+        ("sinks_dropped", "layers.3.attn.core", "sinks"),
+        ("indexer_one_sided", "layers.3.attn.indexer.q", "rotary style"),
+        ("keys_unscaled", "layers.3", "not in a plain prefill"),
     ],
 )
 def test_a_fault_in_the_built_in_port_is_named(verify, fault, tap, cause):
