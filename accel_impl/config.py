@@ -76,7 +76,7 @@ class Config:
     qk_rope_head_dim: int
     v_head_dim: int
     rms_norm_eps: float
-    index_policies: tuple[str, ...]
+    index_policies: tuple[str | None, ...]
     index_topk: int
     index_window: int
     index_block: int
@@ -131,7 +131,7 @@ class Config:
         """Return how a sparse layer chooses its keys."""
         if layer >= self.num_hidden_layers:
             return POLICIES[0]
-        return self.index_policies[sum(kind == SPARSE for kind in self.layer_types[:layer])]
+        return self.index_policies[layer] or POLICIES[0]
 
     def ends_a_block(self, layer: int) -> bool:
         """Say whether the stream so far is put by, and begun anew, within this layer."""
@@ -163,12 +163,12 @@ def read_config(checkpoint: Path) -> Config:
 
 def _check(config: Config, path: Path) -> None:
     """Raise CheckpointError for kinds of layers, policies or groups that the port does not know."""
-    sparse = sum(kind == SPARSE for kind in config.layer_types)
-    unknown = sorted({*config.layer_types} - {RECURRENT, SPARSE} | {*config.index_policies} - {*POLICIES})
-    if unknown or len(config.layer_types) != config.num_hidden_layers or len(config.index_policies) != sparse:
+    kinds, policies = config.layer_types, config.index_policies
+    fit = len(kinds) == len(policies) == config.num_hidden_layers and {*kinds} <= {RECURRENT, SPARSE}
+    if not fit or any((p in POLICIES) != (k == SPARSE) for k, p in zip(kinds, policies, strict=True)):
         raise CheckpointError(
-            f"expected {config.num_hidden_layers} layer_types of {RECURRENT}, {SPARSE} and for each sparse one an "
-            f"index_policies entry of {', '.join(POLICIES)} in {path}, found {config.layer_types}, "
+            f"expected {config.num_hidden_layers} layer_types of {RECURRENT}, {SPARSE} and as many index_policies of "
+            f"{', '.join(POLICIES)} (null where a layer is recurrent) in {path}, found {config.layer_types}, "
             f"{config.index_policies}"
         )
     if config.n_routed_experts % config.n_group or config.num_nextn_predict_layers > 1:

@@ -50,7 +50,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The decoder, its vision tower and how its weights are stored. `index_policies`: one for each sparse layer."""
+    """The decoder, its vision tower and how its weights are stored. `index_policies`: None for a recurrent layer."""
 
     vocab_size: int
     hidden_size: int
@@ -67,7 +67,7 @@ class Config:
     qk_rope_head_dim: int
     v_head_dim: int
     rms_norm_eps: float
-    index_policies: tuple[str, ...]
+    index_policies: tuple[str | None, ...]
     index_topk: int
     index_window: int
     index_block: int
@@ -114,9 +114,9 @@ class Config:
 
     def index_policy(self, layer: int) -> str:
         """Return how a sparse layer chooses its keys."""
-        if layer >= self.num_hidden_layers:
-            return "importance"
-        return self.index_policies[self.layer_types[:layer].count("sparse_attention")]
+        policy = "importance" if layer >= self.num_hidden_layers else self.index_policies[layer]
+        assert policy is not None  # as _check found it for every sparse layer
+        return policy
 
 
 def read_config(checkpoint: Path) -> Config:
@@ -143,16 +143,16 @@ def read_config(checkpoint: Path) -> Config:
 
 
 def _check(config: Config, path: Path) -> None:
-    """Raise CheckpointError where lists do not fit the layers, or hold a word that this model does not know."""
-    sparse = config.layer_types.count("sparse_attention")
-    for key, words, count, known in (
-        ("layer_types", config.layer_types, config.num_hidden_layers, LAYER_TYPES),
-        ("index_policies", config.index_policies, sparse, INDEX_POLICIES),
-    ):
-        unknown = sorted(set(words) - set(known))
-        if unknown or len(words) != count:
-            found = f"{unknown[0]!r}" if unknown else f"{len(words)}"
-            raise CheckpointError(f"expected {count} of {', '.join(known)} as {key} in {path}, found {found}")
+    """Raise CheckpointError where a layer has no kind, or a sparse one no policy, that this model knows."""
+    layers, kinds, policies = config.num_hidden_layers, config.layer_types, config.index_policies
+    if len(kinds) != layers or not set(kinds) <= set(LAYER_TYPES):
+        raise CheckpointError(f"expected {layers} layer_types of {', '.join(LAYER_TYPES)} in {path}, found {kinds}")
+    known = [p in INDEX_POLICIES if config.is_sparse(n) else p is None for n, p in enumerate(policies)]
+    if len(policies) != layers or not all(known):
+        words = ", ".join(INDEX_POLICIES)
+        raise CheckpointError(
+            f"expected {layers} index_policies, {words} where a layer is sparse, else null, in {path}, found {policies}"
+        )
 
 
 def _take(kind: type, data: dict[str, Any]) -> dict[str, Any]:

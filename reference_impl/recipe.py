@@ -49,7 +49,7 @@ CONFIG: dict[str, Any] = {
         "mscale_all_dim": 0.707,
     },
     "rms_norm_eps": 1e-5,
-    "index_policies": ["importance", "block"],
+    "index_policies": [None, None, None, "importance", None, None, None, "block"],
     "index_topk": 8,
     "index_window": 5,
     "index_block": 4,

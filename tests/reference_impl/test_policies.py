@@ -24,9 +24,14 @@ from reference_impl.request import Cache, Call
 T = 47
 
 
+def spread(*policies: str) -> tuple[str | None, ...]:
+    """Return the policies of the sparse layers, 3 and 7, among those of all."""
+    return tuple({3: policies[0], 7: policies[-1]}.get(n) for n in range(8))
+
+
 def taps_of(port, checkpoint, *policies: str, cuts: tuple[int, ...] = ()) -> dict[str, Tensor]:
     """Run a request under other policies, in calls that end at `cuts`; return the taps of its last call."""
-    config = dataclasses.replace(port._loaded.config, index_policies=policies)
+    config = dataclasses.replace(port._loaded.config, index_policies=spread(*policies))
     ids = torch.tensor([text_case(read_model_info(checkpoint), T).token_ids])
     found: dict[str, Tensor] = {}
 
@@ -111,20 +116,23 @@ def test_only_candidates_count_in_a_block():
 
 
 def test_a_policy_that_is_unknown_or_missing_is_refused(checkpoint, tmp_path):
-    """A configuration with another word, or with too few policies, is an error that says what was expected."""
+    """Another word, too few policies, or a sparse layer without one is an error that says what was expected."""
     copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_text())
-    for words, found in ((["importance", "nearest"], "nearest"), (["importance"], "found 1")):
+    for words in (spread("importance", "nearest"), spread("importance")[:7], (*spread("block")[:7], None)):
         (copy / "config.json").write_text(json.dumps({**config, "index_policies": words}))
-        with pytest.raises(CheckpointError, match=found):
+        with pytest.raises(CheckpointError, match="index_policies"):
             read_config(copy)
+    (copy / "config.json").write_text(json.dumps({**config, "layer_types": ["full_attention"] * 8}))
+    with pytest.raises(CheckpointError, match="layer_types"):
+        read_config(copy)
 
 
 def test_the_reference_runs_what_the_configuration_says(checkpoint, tmp_path):
     """A checkpoint whose configuration names other policies gives other logits."""
     copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "index_policies": ["random", "random"]}))
+    (copy / "config.json").write_text(json.dumps({**config, "index_policies": spread("random")}))
     found = []
     for folder in (checkpoint, copy):
         setup = Setup(side="reference", role="oracle", adapter="builtin:reference", dtype="float32")
