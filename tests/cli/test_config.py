@@ -240,3 +240,13 @@ def test_a_port_has_one_digest_however_its_path_is_spelt(tmp_path):
     far = load_config(sets=[f"accel.spec={Path.cwd()}/port.py:make"])
     assert near.digest == far.digest
     assert near.digest != load_config(sets=["accel.spec=other.py:make"]).digest
+
+
+def test_operators_are_switched_to_the_reference_by_name():
+    """`accel.fallback` reaches the port as its option of that name, and no other side."""
+    from harness.plan import make_setups
+
+    setups = make_setups(load_config(sets=["accel.fallback=attn.sparse_decode,moe.experts"]))
+    assert setups["accel"].options["fallback"] == "attn.sparse_decode,moe.experts"
+    assert "fallback" not in setups["oracle"].options
+    assert "fallback" not in make_setups(load_config())["accel"].options
