@@ -66,6 +66,15 @@ def test_layers_after_the_last_follow_the_last(tmp_path):
     assert read_cut(tmp_path / "cut").original(2) == 6
 
 
+def test_a_layer_of_which_a_list_says_nothing_keeps_its_place(tmp_path):
+    """A null in a list of the layers stays null; only names of layers that are left out go."""
+    config = {**CONFIG, "layer_choices": [None, None, "a", None, "b", None], "kept": [None, "model.layers.1.mlp"]}
+    cut(model(tmp_path / "whole", config=config), (0, 2, 4), tmp_path / "cut")
+    found = json.loads((tmp_path / "cut" / "config.json").read_text())
+    assert found["layer_choices"] == [None, "a", "b"]
+    assert found["kept"] == [None]
+
+
 def test_modules_named_by_layer_are_renamed_in_the_configuration(tmp_path):
     """Names and patterns of modules that are not quantised get the new numbers; those of layers left out are gone."""
     ignored = [

@@ -187,8 +187,8 @@ class _Renamed:
             pairs = ((self._word(k), v) for k, v in value.items())
             return {k: self.words(v) for k, v in pairs if k is not None}
         if isinstance(value, list):
-            found = [self._word(v) if isinstance(v, str) else self.words(v) for v in value]
-            return [v for v in found if v is not None]
+            found = [(v, self._word(v) if isinstance(v, str) else self.words(v)) for v in value]
+            return [new for old, new in found if new is not None or old is None]
         return value
 
     def _word(self, text: str) -> str | None:
