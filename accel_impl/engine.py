@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accel_impl.reuse import Reuse
 from accel_impl.seen import SeenPictures
 from accel_impl.speculate import turn
 from harness.adapter import Inputs, silent
@@ -79,7 +78,7 @@ class Engine:
     def __init__(self, port: AccelAdapter) -> None:
         self.port, self.cache = port, port.memory_in_use().pages
         self.chunk, self.together, self.drafts = (int(port.options[key]) for key in ("chunk", "together", "drafts"))
-        self.reuse = Reuse(port, snapshots=int(port.options["snapshots"]), stride=int(port.options["stride"]))
+        self.reuse = port.reuse()
         assert port.model is not None
         self.seen = SeenPictures(port.model, most_rows=SEEN_ROWS)
         self._changed = threading.Condition()
@@ -228,7 +227,7 @@ class Engine:
         """Take a slot, with what is there of the request already; send its pictures to the tower."""
         (request,) = requests
         inputs = request.tokens.inputs()
-        request.slot, request.done = self.reuse.resume(inputs)
+        request.slot, request.done = self.reuse.resume(inputs, further=self.drafts > 0)
         if self.port.needs_rows(request.slot, inputs, request.done):
             request.rows = self._tower.submit(self.seen.rows, inputs)
             request.rows.add_done_callback(self._wake)

@@ -21,6 +21,7 @@ from accel_impl.offers import operator_table
 from accel_impl.parallel import Fleet, Place, SharedRecorder, distributed_place
 from accel_impl.places import module_paths
 from accel_impl.shards import Shards
+from accel_impl.sharing import Sharing
 from accel_impl.states import StateCache
 from accel_impl.store import Memory, SlotStore
 from accel_impl.tokenizer import TextFront
@@ -47,7 +48,7 @@ class _Request:
     pictures: Pictures | None = None
 
 
-class AccelAdapter:
+class AccelAdapter(Sharing):
     """The built-in port: bf16 (or float32), custom operators, paged cache, tp/ep/pp, a server."""
 
     name = "builtin:accel"
@@ -62,7 +63,7 @@ class AccelAdapter:
             text=True,
             image=self.config.vision is not None,
             layouts=LAYOUTS,
-            phases=("prefill", "chunk", "decode"),
+            phases=("prefill", "chunk", "decode", "prefix", "rewound", "together"),
             max_length_tokens=min(
                 self.config.max_position_embeddings, int(self.options["pages"]) * self.config.page_tokens
             ),
@@ -307,7 +308,15 @@ class AccelAdapter:
         )
 
     @torch.no_grad()
-    def decode_together(self, slots: Sequence[int], tokens: Sequence[int], *, further: bool = True) -> Output:
+    def decode_together(
+        self,
+        slots: Sequence[int],
+        tokens: Sequence[int],
+        *,
+        record: Recorder = silent,
+        total: int = 0,
+        further: bool = True,
+    ) -> Output:
         """Process one more token of each slot, all in one call; logits [slots, 1, vocabulary]."""
         memory = self.memory_in_use()
         starts = [memory.pages.lengths[slot] for slot in slots]
@@ -315,14 +324,16 @@ class AccelAdapter:
         step = Step(
             token_ids_BT=torch.tensor(tokens, dtype=torch.int64)[:, None],
             positions_BT=torch.tensor(starts, dtype=torch.int64)[:, None],
-            total=0,
+            total=total,
             further=further,
         )
-        return self._model().run(step, store, silent)
+        return self._model().run(step, store, record)
 
     def free(self, slot: int) -> None:
         """Give the slot and its pages back."""
         self.memory_in_use().free(slot)
+        if self._reuse is not None:
+            self._reuse.ended(slot)
         del self._requests[slot]
 
     # ---- several cards

@@ -19,6 +19,7 @@ from torch import Tensor
 from accel_impl.cache import CacheFull
 from accel_impl.prefix import Chain, Hit, PrefixIndex, picture_runs
 from harness.adapter import Inputs
+from harness.errors import PortError
 
 if TYPE_CHECKING:
     from accel_impl.port import AccelAdapter
@@ -33,16 +34,16 @@ class Reuse:
         self.memory.pages.reclaim = self.index.reclaim
         self._chains: dict[int, Chain] = {}
 
-    def resume(self, inputs: Inputs) -> tuple[int, int]:
+    def resume(self, inputs: Inputs, *, further: bool = True) -> tuple[int, int]:
         """Take a slot and put into it the longest beginning of the request that is there; return both.
 
-        Raises CacheFull if no slot is free.
+        `further`: the layer for one more token runs, too. Raises CacheFull if no slot is free.
         """
         slot = self.port.open()
         vision, size = self.port.config.vision, self.memory.pages.page_tokens
         merge = vision.spatial_merge_size if vision is not None else 1
         runs = picture_runs(inputs, self.port.config.image_token_id, merge)
-        self._chains[slot] = chain = Chain(b"", size, runs)
+        self._chains[slot] = chain = Chain(b"further" if further else b"", size, runs)
         hit = self.index.find(chain, inputs)
         if hit is None:
             return slot, 0
@@ -62,19 +63,27 @@ class Reuse:
         due = min(stop, length - 1) // self.stride * self.stride
         return due if self.index.most_snapshots and done < due else stop
 
-    def keep(self, slot: int, inputs: Inputs) -> None:
-        """Keep what a slot holds of a request, if a snapshot is due at its present length."""
+    def keep(self, slot: int, inputs: Inputs, *, due: bool = True) -> None:
+        """Keep what a slot holds of a request: where a snapshot is due, or at any length.
+
+        Raises PortError for a slot that `resume` did not give.
+        """
+        if slot not in self._chains:
+            raise PortError(f"expected a slot that resume() gave, found {slot}; those are {sorted(self._chains)}")
         tokens = self.memory.pages.lengths[slot]
-        if self.index.most_snapshots and tokens and tokens % self.stride == 0:
+        wanted = 0 < tokens <= inputs.token_ids.shape[-1] and not (due and tokens % self.stride)
+        if wanted and self.index.most_snapshots:
             self._put(slot, inputs, tokens)
 
     def free(self, slot: int, inputs: Inputs | None = None) -> None:
         """Give a slot back; what it holds of a request that is shown is kept."""
-        tokens = self.memory.pages.lengths[slot]
-        if inputs is not None and 0 < tokens <= inputs.token_ids.shape[-1] and self.index.most_snapshots:
-            self._put(slot, inputs, tokens)
-        del self._chains[slot]
+        if inputs is not None:
+            self.keep(slot, inputs, due=False)
         self.port.free(slot)
+
+    def ended(self, slot: int) -> None:
+        """Know that a slot holds nothing any more."""
+        self._chains.pop(slot, None)
 
     def forget(self) -> None:
         """Give up every page and snapshot that is kept."""

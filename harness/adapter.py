@@ -94,6 +94,44 @@ class Phased(Protocol):
 
 
 @runtime_checkable
+class Resuming(Protocol):
+    """Capability `resumes`: a request takes up what an earlier one left, where both begin alike (prefix reuse)."""
+
+    def resume(self, inputs: Inputs) -> tuple[int, int]:
+        """Take a slot; return it, and how many of the request's first tokens it holds already (not all of them)."""
+
+    def keep(self, slot: int, inputs: Inputs) -> None:
+        """Let later requests take up what a slot that `resume` gave holds now: the first tokens of `inputs`."""
+
+    def forget(self) -> None:
+        """Give up all that was kept."""
+
+
+@runtime_checkable
+class Rewinding(Protocol):
+    """Capability `rewinds`: tokens are taken back, as after drafts that were wrong."""
+
+    def mark(self, slot: int) -> Any:
+        """Return what is needed to come back to where a slot is now."""
+
+    def rewind(self, slot: int, mark: Any) -> None:
+        """Go back to where a slot was, whatever steps it took since; a mark can be used once."""
+
+
+@runtime_checkable
+class Batching(Protocol):
+    """Capability `batches`: one call decodes a token of each of several slots."""
+
+    def step_together(
+        self, slots: Sequence[int], inputs: Sequence[Inputs], starts: Sequence[int], record: Recorder, seen: int
+    ) -> Tensor:
+        """Process token `starts[i]` of `inputs[i]` in `slots[i]`, all in one call; return their logits [slots, 1, V].
+
+        `record` is given what belongs to the request number `seen`, as if it were alone [1, 1, ...].
+        """
+
+
+@runtime_checkable
 class Weighted(Protocol):
     """Capability `weights`: what memory really holds."""
 
@@ -245,7 +283,8 @@ def capabilities(adapter: Any) -> list[str]:
     table: list[tuple[str, Any]] = [
         ("phases", Phased), ("weights", Weighted), ("converts", Converting), ("chat", Tokenizing), ("serves", Serving),
         ("multi_card", Distributed), ("cache", Caching), ("operators", Operating), ("precision", Roundable),
-        ("compiled", Compiling), ("streamed", Streaming),
+        ("compiled", Compiling), ("streamed", Streaming), ("resumes", Resuming), ("rewinds", Rewinding),
+        ("batches", Batching),
     ]  # fmt: skip
     off = adapter.scope.off
     return [name for name, protocol in table if isinstance(adapter, protocol) and name not in off]

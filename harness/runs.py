@@ -120,28 +120,16 @@ def _forward(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | 
 
 
 def _steps(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | None) -> Facts:
+    from harness.phases import NEEDS, Walk, walked
+
     port: Any = _capable(bench, "phases", run)
+    if run.options.get("walk"):
+        _capable(bench, NEEDS[run.options["walk"]], run)
     inputs = _prepare(bench, run, recorder)
     length = inputs.token_ids.shape[-1]
-    slot = port.open()
-    if run.before:
-        earlier = Inputs(token_ids=inputs.token_ids.new_tensor([run.before]))
-        port.step(slot, earlier, 0, len(run.before), silent)
-        port.free(slot)
-        slot = port.open()
-    seconds: list[float] = []
-    done = 0
-    for start, stop in spans(run.steps, length):
-        recorder.span(start, stop)
-        begin = time.perf_counter()
-        logits = port.step(slot, inputs, start, stop, recorder if run.observe else silent)
-        synchronize()
-        seconds.append(time.perf_counter() - begin)
-        done += stop - start
-        if recorder.tokens("logits") < done:
-            recorder("logits", logits, dims="batch token vocab", kind="logits")
-    port.free(slot)
-    return {"length_tokens": length, "step_s": seconds, **_cache_facts(bench)}
+    walk = Walk(port=port, run=run, inputs=inputs, recorder=recorder, wait=synchronize)
+    facts = walked(walk, spans(run.steps, length))
+    return {**facts, "length_tokens": length, "step_s": walk.seconds, **_cache_facts(bench)}
 
 
 def spans(steps: tuple[tuple[int, int], ...], length: int) -> list[tuple[int, int]]:

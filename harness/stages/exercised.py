@@ -34,7 +34,8 @@ def _recorded(view: StageView) -> list[tuple[Run, Trace]]:
 
 def _phases(view: StageView) -> Iterator[tuple[str, bool]]:
     """Yield each declared phase and whether a run of it was recorded."""
-    seen = {str(r.options.get("phase", "prefill")) for r, _ in _recorded(view) if r.kind in ("forward", "steps")}
+    walked = [(r, t) for r, t in _recorded(view) if r.kind in ("forward", "steps")]
+    seen = {str(r.options.get("phase", "prefill")) for r, t in walked if t.facts.get("resumed_tokens") != 0}
     for name in view.context.scope.phases:
         yield name, PHASES.get(name, name) in seen
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from harness.compare import compare_run, coverage, execution_order
 from harness.stages import FLOORS, StageContext, StageView
@@ -51,6 +52,7 @@ def phase(
     before: tuple[int, ...] = (),
     compare_from: int = 0,
     dtype: str = "",
+    walk: Mapping[str, Any] | None = None,
 ) -> Run:
     """Plan a request in steps over one cache, each layer replayed: the cache is built from pinned values as well."""
     return Run(
@@ -65,7 +67,7 @@ def phase(
         pin_decisions=True,
         before=before,
         dtype=dtype,
-        options={"phase": name, "compare_from": compare_from},
+        options={"phase": name, "compare_from": compare_from, **(walk or {})},
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,8 @@ TOKENS_PER_EXPERT = 2
 """Tokens that an expert is judged on at least. Source: slopes are fitted jointly, so one would do; two are a check."""
 BEYOND = 16
 """Tokens beyond what a selection keeps."""
+BESIDE = (7, 83)
+"""Prompt lengths in tokens of the requests that are decoded beside another one."""
 REACH, REACH_FULL = 257, 1025
 """Longest prompt, in tokens, that the search for all experts may make."""
 
@@ -99,6 +103,33 @@ def _one_case(context: StageContext, case: Case, suffix: str, dtype: str = "") -
             phase(context, NAME, "decode", case, steps, suffix=suffix, compare_from=first, dtype=dtype),
             phase(context, NAME, "second", case, again, suffix=suffix, before=other, dtype=dtype),
         ]
+        runs += _shared(context, case, chunks, steps, suffix=suffix, dtype=dtype)
+    return runs
+
+
+def _shared(
+    context: StageContext,
+    case: Case,
+    chunks: Sequence[tuple[int, int]],
+    steps: Sequence[tuple[int, int]],
+    *,
+    suffix: str,
+    dtype: str,
+) -> list[Run]:
+    """Plan the walks of a request that shares a cache, where the port can: the same steps as those of phases before."""
+    info, count, runs = context.info, len(steps) - 1, []
+    others = [list(seeded_ids(info, count + length, seed=78 + length)) for length in BESIDE]
+    same: dict[str, Any] = {"suffix": suffix, "dtype": dtype}
+    if "resumes" in context.capabilities:
+        walk: dict[str, Any] = {"walk": "prefix", "other": others[0][:3]}
+        runs.append(phase(context, NAME, "prefix", case, chunks, compare_from=chunks[-1][0], walk=walk, **same))
+    first = steps[0][1]
+    if "rewinds" in context.capabilities:
+        walk = {"walk": "rewound", "other": others[0][:3]}
+        runs.append(phase(context, NAME, "rewound", case, steps, compare_from=first, walk=walk, **same))
+    if "batches" in context.capabilities:
+        walk = {"walk": "together", "others": others}
+        runs.append(phase(context, NAME, "together", case, steps, compare_from=first, walk=walk, **same))
     return runs
 
 

@@ -17,7 +17,7 @@ ROWS = (
     {"worker", "world"},
     {"record", "ranks", "reading"},
     {"runs"},
-    {"conversion", "exercise", "search", "ops", "shadow"},
+    {"conversion", "exercise", "phases", "search", "ops", "shadow"},
     {"compare", "gate", "checklist", "plugins", "unreleased"},
     {"adapters"},
     {"golden"},
