@@ -102,8 +102,10 @@ def test_values_are_not_neutral():
             assert 0.5 < array.std() < 2
 
 
-def test_ensure_reuses_a_whole_folder_and_repairs_a_broken_one(tmp_path):
+def test_ensure_reuses_a_whole_folder_and_repairs_a_broken_one(tmp_path, monkeypatch):
     """A second call writes nothing; a truncated shard, a missing file or a stray one is put right."""
+    files = maker.make_files()
+    monkeypatch.setattr(maker, "make_files", lambda: dict(files))
     folder = maker.ensure(tmp_path / "builtin")
     shard = folder / "model-00001-of-00034.safetensors"
     whole, written = shard.read_bytes(), shard.stat().st_mtime_ns
