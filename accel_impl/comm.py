@@ -65,44 +65,51 @@ class Alone:
 
 
 class Distributed:
-    """A group of torch.distributed. `ranks` are the world's, in the group's order."""
+    """A group of torch.distributed. `ranks` are the world's, in the group's order; values live on `device`.
 
-    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
+    gloo moves what lies on the host, so what lies elsewhere goes through it; other backends take the device's own.
+    """
+
+    def __init__(self, group: Any, ranks: Sequence[int], device: torch.device | str = "cpu") -> None:
         import torch.distributed as dist
 
         self._dist, self._group, self._ranks = dist, group, list(ranks)
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(ranks)
+        self._home = torch.device(device)
+        self._road = torch.device("cpu") if dist.get_backend(group) == "gloo" else self._home
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Sum in place of a copy."""
-        total = value.contiguous().clone()
+        total = value.to(self._road, copy=True).contiguous()
         self._dist.all_reduce(total, group=self._group)
-        return total
+        return total.to(self._home)
 
     def all_gather(self, value: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
         """Pad to the longest, gather, cut the padding off."""
-        longest = max(sizes)
+        longest, value = max(sizes), value.to(self._road)
         padded = value.new_zeros(*value.shape[:dim], longest, *value.shape[dim + 1 :])
         padded.narrow(dim, 0, value.shape[dim]).copy_(value)
         parts = [torch.empty_like(padded) for _ in sizes]
         self._dist.all_gather(parts, padded, group=self._group)
-        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim=dim)
+        whole = torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim=dim)
+        return whole.to(self._home)
 
     def broadcast(self, value: Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Broadcast inside the group."""
-        result = torch.empty(*shape, dtype=dtype) if value is None else value.contiguous()
+        result = torch.empty(*shape, dtype=dtype, device=self._road) if value is None else value.to(self._road)
+        result = result.contiguous()
         self._dist.broadcast(result, src=self._ranks[source], group=self._group)
-        return result
+        return result.to(self._home)
 
     def send(self, value: Tensor, target: int) -> None:
         """Send and wait until the buffer may be used again."""
-        self._dist.send(value.contiguous(), dst=self._ranks[target], group=self._group)
+        self._dist.send(value.to(self._road).contiguous(), dst=self._ranks[target], group=self._group)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Receive into a buffer of its own."""
-        value = torch.empty(*shape, dtype=dtype)
+        value = torch.empty(*shape, dtype=dtype, device=self._road)
         self._dist.recv(value, src=self._ranks[source], group=self._group)
-        return value
+        return value.to(self._home)
 
 
 @dataclass(kw_only=True)

@@ -144,7 +144,7 @@ def check_layout(layout: Layout) -> None:
         )
 
 
-def distributed_place(layout: Layout) -> Place:
+def distributed_place(layout: Layout, device: torch.device | str = "cpu") -> Place:
     """Take this process's place in a layout; every rank of the world must call it. Ranks beyond the layout are idle."""
     import torch.distributed as dist
 
@@ -162,10 +162,9 @@ def distributed_place(layout: Layout) -> Place:
         groups.append((ranks, dist.new_group(ranks)))
     if me >= layout.world_size:
         return Place(layout=layout, rank=me, idle=True)
-    inner = groups[1 + me // width]
-    return Place(
-        layout=layout, rank=me, inner=Distributed(inner[1], inner[0]), everyone=Distributed(groups[0][1], everyone)
-    )
+    ranks, group = groups[1 + me // width]
+    inner, outer = Distributed(group, ranks, device), Distributed(groups[0][1], everyone, device)
+    return Place(layout=layout, rank=me, inner=inner, everyone=outer)
 
 
 class Fleet:

@@ -340,7 +340,7 @@ class AccelAdapter(Sharing):
 
     def distribute(self, layout: Layout) -> None:
         """Take this process's place; every rank of the world must call this, then load."""
-        self.place = distributed_place(layout)
+        self.place = distributed_place(layout, self.setup.device)
         self.model = self.memory = None
 
     def simulate(self, layout: Layout, inputs: Inputs, record: Recorder) -> Tensor:
