@@ -58,7 +58,9 @@ def select_keys(
 
 
 def importance(c: Config, w: Mapping[str, Tensor], at: str, x_BTD: Tensor, q_a_BTR: Tensor, call: Call) -> Tensor:
-    """Score every key for every query: heads' agreement, cut at zero, weighed by the query. Shape [B, T, S].
+    """Score the keys up to each query: heads' agreement, cut at zero, weighed by the query. Shape [B, T, S].
+
+    Keys behind the last query of its block read 0.
 
     Source: DeepSeek-V3.2, section 2.1 ("lightning indexer").
     """
@@ -73,8 +75,10 @@ def importance(c: Config, w: Mapping[str, Tensor], at: str, x_BTD: Tensor, q_a_B
     scores = []
     for first in range(0, q_BTIK.shape[1], QUERY_BLOCK):
         block = slice(first, first + QUERY_BLOCK)
-        dots_BTIS = torch.einsum("btik,bsk->btis", wide(q_BTIK[:, block]), wide(k_BSK)).relu()
-        scores.append(torch.einsum("bti,btis->bts", weights_BTI[:, block], dots_BTIS))
+        seen_BSK = wide(k_BSK[:, : call.start + block.stop])
+        dots_BTIS = torch.einsum("btik,bsk->btis", wide(q_BTIK[:, block]), seen_BSK).relu()
+        part_BTS = torch.einsum("bti,btis->bts", weights_BTI[:, block], dots_BTIS)
+        scores.append(F.pad(part_BTS, (0, k_BSK.shape[1] - seen_BSK.shape[1])))
     return torch.cat(scores, dim=1) * c.index_n_heads**-0.5 * c.index_head_dim**-0.5
 
 

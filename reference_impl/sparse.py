@@ -92,15 +92,19 @@ def _visual_latents(c: Config, w: Mapping[str, Tensor], at: str, pictures: Pictu
 def attend(
     q_BTHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, allowed_BTS: Tensor, sinks_H: Tensor, scale: float
 ) -> Tensor:
-    """Mix the values of the allowed keys; each head's sink takes its share of the softmax and gives nothing."""
+    """Mix the values of the allowed keys; each head's sink takes its share of the softmax and gives nothing.
+
+    Of each block of queries, keys that none of them attends to are left out.
+    """
     done = []
     for first in range(0, q_BTHK.shape[1], QUERY_BLOCK):
         block = slice(first, first + QUERY_BLOCK)
-        scores_BHTS = torch.einsum("bthk,bshk->bhts", wide(q_BTHK[:, block]), wide(k_BSHK)) * scale
-        scores_BHTS = scores_BHTS.masked_fill(~allowed_BTS[:, None, block], float("-inf"))
+        keys = allowed_BTS[:, block].flatten(0, 1).any(0).nonzero()[:, 0]
+        scores_BHTS = torch.einsum("bthk,bshk->bhts", wide(q_BTHK[:, block]), wide(k_BSHK[:, keys])) * scale
+        scores_BHTS = scores_BHTS.masked_fill(~allowed_BTS[:, None, block, keys], float("-inf"))
         sink_BHT1 = sinks_H[None, :, None, None].expand(*scores_BHTS.shape[:3], 1).to(scores_BHTS.dtype)
         chances_BHTS = torch.cat([scores_BHTS, sink_BHT1], dim=-1).softmax(-1)[..., :-1]
-        done.append(torch.einsum("bhts,bshk->bthk", chances_BHTS.to(v_BSHK.dtype), v_BSHK))
+        done.append(torch.einsum("bhts,bshk->bthk", chances_BHTS.to(v_BSHK.dtype), v_BSHK[:, keys]))
     return torch.cat(done, dim=1)
 
 
