@@ -85,23 +85,20 @@ def _plain(walk: Walk, spans: Sequence[tuple[int, int]]) -> Facts:
 
 
 def _prefix(walk: Walk, spans: Sequence[tuple[int, int]]) -> Facts:
-    """Let an earlier request come to the last step's beginning, and go on otherwise; then take up what they share.
+    """Take up what an earlier request left, while a third one that takes up the same goes on otherwise.
 
-    Where the port has less than that, what is missing is computed once more, as pinned as the first time.
+    The earlier one walks to the beginning of the last step but one, and goes on otherwise from there. Where the port
+    has less than that, what is missing is computed once more, as pinned as the first time.
     """
-    port, (first, end) = walk.port, spans[-1]
+    port, others, first = walk.port, [int(i) for i in walk.run.options["other"]], spans[-2][0]
     port.forget()
     slot, there = port.resume(walk.inputs)
     if there:
         raise PortError(f"expected nothing to be there after forget(), found {there} tokens of the request")
-    for start, stop in spans[:-1]:
+    for start, stop in spans[:-2]:
         walk.step(slot, start, stop)
         port.keep(slot, walk.inputs)
-    others = [int(i) for i in walk.run.options["other"]]
-    other = walk.otherwise(first, others)
-    port.step(slot, other, first, first + len(others), silent)
-    port.keep(slot, other)
-    port.free(slot)
+    _goes_on(walk, slot, first, first, others)
     slot, there = port.resume(walk.inputs)
     if there > first:
         raise PortError(f"expected at most the {first} tokens that an earlier request had, found {there}")
@@ -109,10 +106,21 @@ def _prefix(walk: Walk, spans: Sequence[tuple[int, int]]) -> Facts:
         missing = TraceRecorder(pins=walk.recorder.pins)
         missing.span(there, first)
         port.step(slot, walk.inputs, there, first, missing)
-    walk.step(slot, first, end)
+    walk.step(slot, *spans[-2])
+    third, begun = port.resume(walk.otherwise(first, others[::-1]))
+    _goes_on(walk, third, begun, first, others[::-1])
+    walk.step(slot, *spans[-1])
     port.free(slot)
     port.forget()
     return {"resumed_tokens": there}
+
+
+def _goes_on(walk: Walk, slot: int, start: int, first: int, others: Sequence[int]) -> None:
+    """Let a request that holds `start` tokens go on with other ones from `first` on, and end."""
+    inputs = walk.otherwise(first, others)
+    walk.port.step(slot, inputs, start, first + len(others), silent)
+    walk.port.keep(slot, inputs)
+    walk.port.free(slot)
 
 
 def _rewound(walk: Walk, spans: Sequence[tuple[int, int]]) -> Facts:

@@ -103,26 +103,24 @@ def _one_case(context: StageContext, case: Case, suffix: str, dtype: str = "") -
             phase(context, NAME, "decode", case, steps, suffix=suffix, compare_from=first, dtype=dtype),
             phase(context, NAME, "second", case, again, suffix=suffix, before=other, dtype=dtype),
         ]
-        runs += _shared(context, case, chunks, steps, suffix=suffix, dtype=dtype)
+        runs += _shared(context, case, steps, suffix=suffix, dtype=dtype)
     return runs
 
 
 def _shared(
-    context: StageContext,
-    case: Case,
-    chunks: Sequence[tuple[int, int]],
-    steps: Sequence[tuple[int, int]],
-    *,
-    suffix: str,
-    dtype: str,
+    context: StageContext, case: Case, steps: Sequence[tuple[int, int]], *, suffix: str, dtype: str
 ) -> list[Run]:
-    """Plan the walks of a request that shares a cache, where the port can: the same steps as those of phases before."""
+    """Plan the walks of a request that shares a cache, where the port can; two of them in the steps of decode."""
     info, count, runs = context.info, len(steps) - 1, []
-    others = [list(seeded_ids(info, count + length, seed=78 + length)) for length in BESIDE]
+    sizes = [max(count + 1, _fit(context, count + length)) for length in BESIDE]
+    others = [list(seeded_ids(info, size, seed=78 + size)) for size in sizes]
     same: dict[str, Any] = {"suffix": suffix, "dtype": dtype}
     if "resumes" in context.capabilities:
         walk: dict[str, Any] = {"walk": "prefix", "other": others[0][:3]}
-        runs.append(phase(context, NAME, "prefix", case, chunks, compare_from=chunks[-1][0], walk=walk, **same))
+        length = len(case.token_ids or ())
+        shared = min(length * 2 // 3 | 1, length - 2)  # odd: pages have even lengths
+        spans = spans_of(length, [length * 2 // 5, shared, max(shared + 1, length * 5 // 6)])
+        runs.append(phase(context, NAME, "prefix", case, spans, compare_from=spans[-2][0], walk=walk, **same))
     first = steps[0][1]
     if "rewinds" in context.capabilities:
         walk = {"walk": "rewound", "other": others[0][:3]}

@@ -61,6 +61,26 @@ def test_phases_walk_the_whole_prompt_once(length: int) -> None:
     assert before != runs["text/second"].case.token_ids[: len(before)]
 
 
+@pytest.mark.parametrize("length", [512, 40, 12, 9, 8])
+def test_walks_that_share_a_cache_are_asked_of_ports_that_can(length: int) -> None:
+    """Each capability brings its walk, over the whole prompt; two of them in the very steps of decode."""
+    info = ModelInfo(path="m", config={}, vocab_size=50, layers=2, max_length_tokens=length)
+    can = ("phases", "resumes", "rewinds", "batches")
+    runs = by_id(text.plan(context(*can, info=info)))
+    for name in ("prefix", "rewound", "together"):
+        run = runs[f"text/{name}"]
+        assert [a for a, _ in run.steps] == [0, *(b for _, b in run.steps[:-1])]
+        assert run.steps[-1][1] == len(run.case.token_ids)
+        assert all(a < b for a, b in run.steps)
+        assert run.options["walk"] == run.options["phase"] == name
+        assert f"text/{name}" not in by_id(text.plan(context("phases", info=info)))
+    assert runs["text/prefix"].options["compare_from"] == runs["text/prefix"].steps[-2][0] > 0
+    assert runs["text/prefix"].options["compare_from"] % 2 == 1 or length < 10
+    assert runs["text/rewound"].steps == runs["text/together"].steps == runs["text/decode"].steps
+    longest = max(len(ids) for ids in runs["text/together"].options["others"])
+    assert len(runs["text/together"].steps) - 1 < longest <= length
+
+
 def test_a_port_without_phases_is_not_asked_for_them() -> None:
     """Without the capability there are whole prefills only."""
     assert {r.kind for r in text.plan(context())} == {"forward", "generate"}
