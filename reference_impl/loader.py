@@ -26,9 +26,10 @@ FP8 = (
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-def load_weights(checkpoint: Path, config: Config) -> dict[str, Tensor]:
+def load_weights(checkpoint: Path, config: Config) -> tuple[dict[str, Tensor], list[str]]:
     """Read and decode every parameter of the model; quantised ones come as `X.weight` in float32.
 
+    Also returns the tensors that no layer uses: an indexer's where keys are chosen at random.
     Raises CheckpointError if a shard or a tensor is missing, left over, or of another shape.
     """
     stored = _read_shards(checkpoint)
@@ -47,9 +48,16 @@ def load_weights(checkpoint: Path, config: Config) -> dict[str, Tensor]:
             raise CheckpointError(f"expected {name} of shape {shape} in {checkpoint}, found {tuple(weight.shape)}")
         weights[name] = weight
     unused = sorted(set(stored) - wanted)
-    if unused:
-        raise CheckpointError(f"expected no tensors beyond the model's in {checkpoint}, found {', '.join(unused[:5])}")
-    return weights
+    beyond = [name for name in unused if not _spare(name, config)]
+    if beyond:
+        raise CheckpointError(f"expected no tensors beyond the model's in {checkpoint}, found {', '.join(beyond[:5])}")
+    return weights, unused
+
+
+def _spare(name: str, config: Config) -> bool:
+    """Say whether a tensor is of an indexer that chooses nothing, its layer's keys being chosen at random."""
+    layers = [n for n, policy in enumerate(config.index_policies) if policy == "random"]
+    return any(name.startswith(f"model.layers.{n}.self_attn.indexer.") for n in layers)
 
 
 def source_name(name: str, config: Config) -> str:
@@ -163,6 +171,8 @@ def _layer_shapes(c: Config, n: int) -> dict[str, tuple[int, ...]]:
         shapes |= {f"linear_attn.{k}": v for k, v in _recurrent_shapes(c).items()}
     else:
         shapes |= {f"self_attn.{k}": v for k, v in _sparse_shapes(c, pictures=not further).items()}
+        if c.index_policy(n) == "random":
+            shapes = {k: v for k, v in shapes.items() if ".indexer." not in k}
     if c.is_dense(n):
         return shapes | _gated("mlp", hidden, c.intermediate_size)
     shapes["mlp.gate.weight"] = (c.n_routed_experts, hidden)

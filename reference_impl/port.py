@@ -58,13 +58,14 @@ class ReferenceAdapter:
         """Load the weights in the setup's precision. Facts: `planned_bytes` (of the weights), `unused`, `unfilled`."""
         config, dtype, device = read_config(checkpoint), DTYPES[setup.dtype], torch.device(setup.device)
         held: dict[str, Tensor] = {}
-        for name, decoded in load_weights(checkpoint, config).items():
+        weights, unused = load_weights(checkpoint, config)
+        for name, decoded in weights.items():
             kept_wide = name.endswith(KEPT_WIDE) and dtype == torch.bfloat16
             held[name] = decoded.to(device=device, dtype=torch.float32 if kept_wide else dtype)
             self._lossless[name] = torch.equal(held[name].cpu().double(), decoded.double())
         self.checkpoint, self.setup, self._slots = checkpoint, setup, {}
         self._model = Model(config, held)
-        return {"planned_bytes": sum(w.nbytes for w in held.values()), "unused": [], "unfilled": []}
+        return {"planned_bytes": sum(w.nbytes for w in held.values()), "unused": unused, "unfilled": []}
 
     def prepare(self, case: Case, record: Recorder) -> Inputs:
         """Turn a case into token ids, positions and patches."""

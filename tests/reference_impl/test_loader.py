@@ -43,7 +43,8 @@ def expected_values(tensors: dict, name: str) -> np.ndarray:
 
 def test_every_weight_is_exactly_what_was_encoded(checkpoint):
     """All decoded parameters equal the encoder's values bit for bit."""
-    tensors, loaded = make_tensors(), load_weights(checkpoint, read_config(checkpoint))
+    tensors, (loaded, unused) = make_tensors(), load_weights(checkpoint, read_config(checkpoint))
+    assert unused == []
     sides = ("weight_scale_inv", "weight_scale")
     assert set(loaded) == {n.replace("weight_packed", "weight") for n in tensors if not n.endswith(sides)}
     for name, weight in loaded.items():

@@ -129,7 +129,7 @@ def test_a_policy_that_is_unknown_or_missing_is_refused(checkpoint, tmp_path):
 
 
 def test_the_reference_runs_what_the_configuration_says(checkpoint, tmp_path):
-    """A checkpoint whose configuration names other policies gives other logits."""
+    """Other policies give other logits; an indexer that chooses nothing is told as unused, and not missed."""
     copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "index_policies": spread("random")}))
@@ -137,7 +137,9 @@ def test_the_reference_runs_what_the_configuration_says(checkpoint, tmp_path):
     for folder in (checkpoint, copy):
         setup = Setup(side="reference", role="oracle", adapter="builtin:reference", dtype="float32")
         port = reference_impl.adapter(folder, setup)
-        port.load(folder, setup)
+        unused = port.load(folder, setup)["unused"]
+        assert len(unused) == (0 if folder == checkpoint else 10)
+        assert all(".self_attn.indexer." in name for name in unused)
         found.append(port.forward(port.prepare(text_case(read_model_info(folder), T), silent), silent))
     assert torch.allclose(found[0][:, :13], found[1][:, :13], atol=1e-4)  # until then all keys are taken
     assert not torch.allclose(found[0][:, -1], found[1][:, -1], atol=0.1)
