@@ -1,7 +1,7 @@
 """The paged cache: pages, block tables, slots and their accounting. Knows widths and lengths; must not know the model.
 
-A page holds `page_tokens` rows of every layer that has keys. A request has a table of pages for its tokens, and one for its
-pictures, whose rows are keys as well. Pages are counted, so several requests may begin with the same ones.
+A page holds `page_tokens` rows of every layer that has keys. A request has a table of pages for its tokens, and one for
+its pictures, whose rows are keys as well. Pages are counted, so several requests may begin with the same ones.
 
 Legend: G pages, P rows of a page, N = G * P, B requests side by side, T tokens of each, K chosen, M picture rows.
 """
@@ -53,6 +53,8 @@ class PagedCache:
         self.holders = [0] * pages
         self.reclaim: Callable[[int], int] | None = None
         """Asked for so many pages where too few are free: who keeps pages of ended requests gives some up."""
+        self.moved: Callable[[Sequence[int]], None] | None = None
+        """Told where each page went when pages change places."""
 
     # ---- accounting
 
@@ -192,6 +194,8 @@ class PagedCache:
         holders = list(self.holders)
         for page, moved in enumerate(target):
             self.holders[moved] = holders[page]
+        if self.moved is not None:
+            self.moved(target)
 
     def defragment(self) -> list[int]:
         """Move the pages of all slots to the front, each request's in a row; return where each page went."""

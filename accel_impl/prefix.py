@@ -166,6 +166,12 @@ class PrefixIndex:
                 freed += self._drop(node)
         return freed
 
+    def moved(self, target: Sequence[int]) -> None:
+        """Know that page g is page target[g] now."""
+        for node in self._nodes.values():
+            node.page = target[node.page] if node.parent is not None else node.page
+            node.beside = tuple(target[page] for page in node.beside)
+
     def clear(self) -> None:
         """Forget everything."""
         for node in self._nodes.values():

@@ -31,7 +31,7 @@ class Reuse:
     def __init__(self, port: AccelAdapter, *, snapshots: int, stride: int) -> None:
         self.port, self.memory, self.stride = port, port.memory_in_use(), stride
         self.index = PrefixIndex(self.memory.pages, snapshots=snapshots)
-        self.memory.pages.reclaim = self.index.reclaim
+        self.memory.pages.reclaim, self.memory.pages.moved = self.index.reclaim, self.index.moved
         self._chains: dict[int, Chain] = {}
 
     def resume(self, inputs: Inputs, *, further: bool = True) -> tuple[int, int]:

@@ -110,6 +110,19 @@ def test_pictures_are_taken_up(reuse: Reuse, port: Any, info: ModelInfo, sizes: 
     assert found == (46 if len(sizes) == 1 else 40)
 
 
+def test_prefixes_move_with_their_pages(reuse: Reuse, port: Any, info: ModelInfo) -> None:
+    """After the cache was put in another order, with and without holes, prefixes are where they went."""
+    inputs = port.prepare(image_case(info, [(48, 32)], length=30, seed=8), silent)
+    slot, _, alone = filled(reuse, inputs)
+    reuse.free(slot, inputs)
+    for order in (lambda: port.memory.pages.permute(range(1023, -1, -1)), port.memory.pages.defragment):
+        order()
+        slot, begun, after = filled(reuse, inputs)
+        assert begun == 32
+        assert torch.equal(alone[begun:], after)
+        reuse.free(slot)
+
+
 def test_another_picture_is_not_taken_up(reuse: Reuse, port: Any, info: ModelInfo) -> None:
     """The same tokens around another picture share only what comes before it."""
     one, two = (
