@@ -10,33 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_impl import vision
 from accel_impl.backend import BackendAdapter
-from accel_impl.cache import PagedCache
 from accel_impl.config import Config, read_config
 from accel_impl.held import Held
 from accel_impl.loader import Loaded, load
+from accel_impl.memory import memory_of
 from accel_impl.model import Model, Output, Pictures, Step
 from accel_impl.offers import operator_table
+from accel_impl.options import dtype_of, read_options
 from accel_impl.parallel import Fleet, Place, SharedRecorder, distributed_place
 from accel_impl.places import module_paths
+from accel_impl.prepare import Preparing
 from accel_impl.shards import Shards
 from accel_impl.sharing import Sharing
-from accel_impl.states import StateCache
 from accel_impl.store import Memory, SlotStore
-from accel_impl.tokenizer import TextFront
 from harness.adapter import Inputs, Operator, Recorder, TokenIds, Weight, silent
-from harness.errors import PortError, SpecError, nearest
-from harness.types import Case, Facts, Layout, Scope, Setup
+from harness.errors import PortError
+from harness.types import Facts, Layout, Scope, Setup
 
-OPTIONS = {
-    "ops": "custom", "compile": "off", "fallback": "", "slots": "8", "pages": "1024", "visit": "forward", "poison": "0",
-    "chunk": "64", "together": "1", "drafts": "0", "snapshots": "32", "stride": "16",
-}  # fmt: skip
-"""Options of the SPEC and their defaults."""
-HARNESS_OPTIONS = ("dtype", "device", "backend")
-"""Keys that may stand beside them and are meant for the harness."""
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LAYOUTS = (Layout(), Layout(tp=2), Layout(ep=2), Layout(pp=2))
 """Layouts that are claimed: all fit a world of two. Others (tp2xep2, tp2xpp2) run too."""
 
@@ -48,13 +39,13 @@ class _Request:
     pictures: Pictures | None = None
 
 
-class AccelAdapter(Sharing):
+class AccelAdapter(Preparing, Sharing):
     """The built-in port: bf16 (or float32), custom operators, paged cache, tp/ep/pp, a server."""
 
     name = "builtin:accel"
 
     def __init__(self, checkpoint: Path, setup: Setup) -> None:
-        self.options = _options(setup.options)
+        self.options = read_options(setup.options)
         self.checkpoint, self.setup = checkpoint, setup
         switched = [name for name in self.options["fallback"].split(",") if name]
         self.use = BackendAdapter(prefer=self.options["ops"], compiler=self.options["compile"], fallback=switched)
@@ -78,7 +69,6 @@ class AccelAdapter(Sharing):
         self.memory: Memory | None = None
         self._requests: dict[int, _Request] = {}
         self._simulated: dict[Layout, tuple[Fleet, list[Model]]] = {}
-        self._front: TextFront | None = None
         self._server: Any = None
 
     # ---- weights
@@ -86,7 +76,7 @@ class AccelAdapter(Sharing):
     def load(self, checkpoint: Path, setup: Setup) -> Facts:
         """Load this rank's weights and make its cache."""
         self.checkpoint, self.setup = checkpoint, setup
-        self.config, self.dtype, self.device = read_config(checkpoint), _dtype(setup), torch.device(setup.device)
+        self.config, self.dtype, self.device = read_config(checkpoint), dtype_of(setup), torch.device(setup.device)
         self._simulated.clear()
         self._requests.clear()
         if self.place.idle:
@@ -104,25 +94,7 @@ class AccelAdapter(Sharing):
         return Model(held)
 
     def _memory_of(self, place: Place, pages: int, slots: int) -> Memory:
-        """Make pages and states for the layers that a place holds."""
-        config = self.config
-        layers = [n for n in place.layers(config.num_hidden_layers) if config.is_recurrent(n)]
-        keyed = [n for n in place.layers(config.num_hidden_layers) if not config.is_recurrent(n)]
-        if place.last and config.further is not None:
-            keyed.append(config.further)
-        widths = {"latent": config.kv_lora_rank, "rope": config.qk_rope_head_dim, "index": config.index_head_dim}
-        heads, width = len(place.cut(config.linear_num_heads)), config.linear_head_dim
-        kept: dict[str, Any] = {"slots": slots, "dtype": self.dtype, "device": self.device}
-        return Memory(
-            PagedCache(layers=keyed, widths=widths, pages=pages, page_tokens=config.page_tokens, **kept),
-            StateCache(
-                layers=layers,
-                memory=(heads, width, width),
-                inputs=(config.linear_conv_kernel_dim - 1, 3 * heads * width),
-                features=config.hidden_size,
-                **kept,
-            ),
-        )
+        return memory_of(self.config, place, pages=pages, slots=slots, dtype=self.dtype, device=self.device)
 
     def _loaded(self, place: Place) -> Loaded:
         shards = Shards(self.checkpoint)
@@ -171,52 +143,6 @@ class AccelAdapter(Sharing):
         if self.memory is None:
             raise PortError("expected a loaded port, found no cache; call load first")
         return self.memory
-
-    # ---- inputs
-
-    def prepare(self, case: Case, record: Recorder) -> Inputs:
-        """Tokenise, insert the pictures' rows, flatten pictures into patches."""
-        ids, extras = self._ids(case), {}
-        if case.images:
-            if self.config.vision is None:
-                raise PortError("expected a checkpoint with a vision tower for a case with pictures, found none")
-            pixel_values, grid = vision.pixels(case.images, self.config.vision)
-            merged = [int(n) // self.config.vision.spatial_merge_size**2 for n in grid.prod(-1)]
-            ids = self._with_pictures(ids, case, merged)
-            extras = {"pixel_values": pixel_values, "image_grid": grid}
-        token_ids = record("inputs.token_ids", torch.tensor([ids], dtype=torch.int64), dims="batch token")
-        positions = record("inputs.position_ids", torch.arange(len(ids))[None], dims="batch token")
-        if extras:
-            extras["pixel_values"] = record("inputs.pixel_values", extras["pixel_values"], dims="patch feature")
-            extras["image_grid"] = record("inputs.image_grid", extras["image_grid"], dims="image axis")
-        return Inputs(token_ids=token_ids, position_ids=positions, extras=extras)
-
-    def _ids(self, case: Case) -> TokenIds:
-        if case.token_ids is not None:
-            return list(case.token_ids)
-        if case.messages is not None:
-            return self.front().encode(self.render(case.messages), special=False)
-        if case.prompt is None:
-            raise PortError(f"expected a prompt, messages or token ids in case {case.id}, found none")
-        return self.encode(case.prompt)
-
-    def _with_pictures(self, ids: TokenIds, case: Case, merged: Sequence[int]) -> TokenIds:
-        """Put each picture's run of placeholders where the case says, or where a placeholder stands in the text."""
-        token = self.config.image_token_id
-        if case.token_ids is not None:
-            at = list(case.image_at)
-            if len(at) != len(merged):
-                raise PortError(f"expected a place for each of {len(merged)} pictures in {case.id}, found {at}")
-            result: TokenIds = []
-            for index in range(len(ids) + 1):
-                for place, count in zip(at, merged, strict=True):
-                    result += [token] * count if place == index else []
-                result += ids[index : index + 1]
-            return result
-        if ids.count(token) != len(merged):
-            raise PortError(f"expected {len(merged)} <image> in {case.id}, found {ids.count(token)}")
-        counts = iter(merged)
-        return [i for one in ids for i in ([token] * next(counts) if one == token else [one])]
 
     # ---- running
 
@@ -367,29 +293,7 @@ class AccelAdapter(Sharing):
         """Return the level of every operator, and under the suite's names those that can be called alone."""
         return operator_table(self.use)
 
-    # ---- text and service
-
-    def front(self) -> TextFront:
-        """Return the text front end, opened on first use."""
-        if self._front is None:
-            self._front = TextFront(self.checkpoint)
-        return self._front
-
-    def encode(self, text: str) -> TokenIds:
-        """Tokenise plain text as a prompt."""
-        return self.front().encode(text)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Turn ids into text."""
-        return self.front().decode(token_ids)
-
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Render a conversation."""
-        return self.front().render(messages)
-
-    def eos_ids(self) -> frozenset[int]:
-        """Return the ids that end a generation."""
-        return frozenset(self.config.eos_token_id)
+    # ---- service
 
     def serve(self) -> str:
         """Start the server on loopback if it is not up, and return its base URL."""
@@ -425,16 +329,3 @@ def _appended(inputs: Inputs, token: int) -> Inputs:
     if positions is not None:
         positions = torch.cat((positions, positions[:, -1:] + 1), dim=1)
     return Inputs(token_ids=ids, position_ids=positions, extras=inputs.extras)
-
-
-def _options(given: Mapping[str, str]) -> dict[str, str]:
-    for key in given:
-        if key not in OPTIONS and key not in HARNESS_OPTIONS:
-            raise SpecError(f"option {key!r} is not known to builtin:accel{nearest(key, list(OPTIONS))}")
-    return {**OPTIONS, **{k: v for k, v in given.items() if k in OPTIONS}}
-
-
-def _dtype(setup: Setup) -> torch.dtype:
-    if setup.dtype not in DTYPES:
-        raise SpecError(f"dtype: builtin:accel runs in {', '.join(DTYPES)}, found {setup.dtype!r}")
-    return DTYPES[setup.dtype]
