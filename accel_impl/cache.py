@@ -1,7 +1,7 @@
 """The paged cache: pages, block tables, slots and their accounting. Knows widths and lengths; must not know the model.
 
 A page holds `page_tokens` rows of every layer that has keys. A request has pages for its tokens, and others for its
-its pictures, whose rows are keys as well. Pages are counted, so several requests may begin with the same ones.
+pictures, whose rows are keys as well. Pages are counted, so several requests may begin with the same ones.
 
 Legend: G pages, P rows of a page, N = G * P, B requests side by side, T tokens of each, K chosen, M picture rows.
 """
