@@ -232,7 +232,7 @@ def test_each_policy_chooses_the_same_in_every_phase(
 ) -> None:
     """Whatever the policy, prefill, chunks and steps choose the same keys; a random one needs no indexer."""
     port = relabelled(
-        checkpoint, tmp_path, index_policies=[None, None, None, policies[0]] + [None, None, None, policies[1]]
+        checkpoint, tmp_path, index_policies=[None, None, None, policies[0], None, None, None, policies[1]]
     )
     free = whole(port, text)
     assert furthest(stepped(port, text), free) < (1e-5, "")
