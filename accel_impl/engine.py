@@ -283,7 +283,7 @@ class Engine:
         token = int(logits.argmax())
         request.tokens.append(token)
         request.left -= 1
-        request.answers.put((token, logits))
+        request.answers.put((token, logits.cpu()))
         limit = self.port.config.max_position_embeddings
         if token in self.port.config.eos_token_id or not request.left or request.tokens.length > limit:
             self._end(request, None)
