@@ -153,8 +153,8 @@ def fp8_from_values(values: Tensor) -> tuple[Fp8, int]:
     rows, cols = values.shape
     wide = EXPERT_BLOCK[1]
     blocks = -(-cols // wide)
-    q = torch.empty(rows, cols, dtype=torch.float8_e4m3fn)
-    byte = torch.empty(rows, blocks, dtype=torch.uint8)
+    q = torch.empty(rows, cols, dtype=torch.float8_e4m3fn, device=values.device)
+    byte = torch.empty(rows, blocks, dtype=torch.uint8, device=values.device)
     padded = values.new_zeros(min(rows, STRIP_ROWS), blocks * wide)
     lossy = 0
     for first in range(0, rows, STRIP_ROWS):

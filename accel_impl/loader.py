@@ -2,7 +2,7 @@
 
 Threads read shards ahead, a bounded number of parameters; one converts. MXFP4 experts are decoded into one workspace,
 reused for every matrix of every layer, and kept as FP8 with power-of-two scales; linears stay in the FP8 that the
-checkpoint declares; everything else is in the port's dtype. The workspace lies on the host, what stays on the device.
+checkpoint declares; everything else is in the port's dtype. The workspace lies where the conversion runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_impl import formats
+from accel_impl import formats, ops
+from accel_impl.backend import BackendAdapter
 from accel_impl.config import Config
 from accel_impl.formats import Plain, Resident
 from accel_impl.parallel import Place
@@ -30,9 +31,10 @@ ORDERS = ("forward", "reverse")
 
 @dataclass(slots=True, kw_only=True)
 class Workspace:
-    """The one buffer that conversions share. Nothing in it outlives a conversion."""
+    """The one buffer that conversions share. Nothing in it outlives a conversion. `use` says who decodes into it."""
 
     buffer: Tensor
+    use: BackendAdapter
     poison: bool = False
 
     def take(self, rows: int, cols: int) -> Tensor:
@@ -66,9 +68,9 @@ class Loaded:
 
 def load(
     shards: Shards, config: Config, place: Place, dtype: torch.dtype, *, order: str = "forward", poison: bool = False,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "cpu", use: BackendAdapter | None = None,
 ) -> Loaded:  # fmt: skip
-    """Load this rank's part of a checkpoint.
+    """Load this rank's part of a checkpoint onto a device; a kernel of the device's own converts there.
 
     `order` is the order in which parameters are visited; `poison` fills the workspace with NaN before each use.
     Raises CheckpointError for a parameter that is absent or of another shape or dtype.
@@ -79,7 +81,9 @@ def load(
     _check(shards, wanted)
     plan = memory_plan(config, place, dtype)
     ledger = Ledger()
-    workspace = Workspace(buffer=torch.empty(plan.workspace_bytes // 4), poison=poison)
+    use = use or BackendAdapter()
+    home = device if use.table["mxfp4.decode"] == "triton" else "cpu"
+    workspace = Workspace(buffer=torch.empty(plan.workspace_bytes // 4, device=home), use=use, poison=poison)
     ledger.add(plan.workspace_bytes)
     weights: dict[str, Resident] = {}
     lossy: dict[str, int] = {}
@@ -90,6 +94,7 @@ def load(
         if lost:
             lossy[param.name] = lost
         ledger.add(resident.nbytes)
+        del raw, resident
         ledger.add(-_nbytes(shards, param))
     facts = {
         "peak_bytes": ledger.peak,
@@ -120,12 +125,11 @@ def _read_ahead(
     with ThreadPoolExecutor(AHEAD, thread_name_prefix="shards") as readers:
         for param in wanted:
             if len(waiting) == AHEAD:
-                first, future = waiting.popleft()
-                yield first, future.result()
+                yield waiting[0][0], waiting.popleft()[1].result()  # no name keeps what was read
             ledger.add(_nbytes(shards, param))
             waiting.append((param, readers.submit(read, param)))
-        for first, future in waiting:
-            yield first, future.result()
+        while waiting:
+            yield waiting[0][0], waiting.popleft()[1].result()
 
 
 def _nbytes(shards: Shards, param: Param) -> int:
@@ -191,5 +195,6 @@ def convert_expert(param: Param, raw: Mapping[str, Tensor], workspace: Workspace
         start, stop = param.cols.start, param.cols.stop
         packed = packed[:, start // 2 : stop // 2]
         scale = scale[:, start // formats.MX_BLOCK : stop // formats.MX_BLOCK]
-    values = formats.decode_mxfp4(packed, scale, workspace.take(*param.local))
+    out = workspace.take(*param.local)
+    values = ops.decode_mxfp4(workspace.use, packed.to(out.device), scale.to(out.device), out)
     return formats.fp8_from_values(values)

@@ -70,13 +70,13 @@ def params(config: Config, place: Place) -> Iterator[Param]:
         yield from _vision(config, place)
     for layer in place.layers(config.num_hidden_layers):
         yield from _layer(config, place, layer)
+    if place.last and further is not None:
+        yield from _further(config, place, further)
     if place.last:
         yield Param(name="model.final_res.query", shape=(hidden,), form=EXACT)
         yield Param(name="model.norm.weight", shape=(hidden,), form=PLAIN)
         rows = (place.cut(config.vocab_size),)
         yield Param(name="lm_head.weight", shape=(config.vocab_size, hidden), form=PLAIN, rows=rows)
-    if place.last and further is not None:
-        yield from _further(config, place, further)
 
 
 def _layer(config: Config, place: Place, layer: int) -> Iterator[Param]:

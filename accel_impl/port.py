@@ -100,7 +100,9 @@ class AccelAdapter(Preparing, Sharing):
         shards = Shards(self.checkpoint)
         poison = self.options["poison"] == "1"
         order = self.options["visit"]
-        return load(shards, self.config, place, self.dtype, order=order, poison=poison, device=self.device)
+        return load(
+            shards, self.config, place, self.dtype, order=order, poison=poison, device=self.device, use=self.use
+        )
 
     def reload(self, *, reverse: bool, poison: bool) -> Facts:
         """Drop the weights and convert them anew, in either order, the workspace filled with NaN before each use."""
@@ -108,7 +110,9 @@ class AccelAdapter(Preparing, Sharing):
         self._simulated.clear()
         order = "reverse" if reverse else "forward"
         shards = Shards(self.checkpoint)
-        loaded = load(shards, self.config, self.place, self.dtype, order=order, poison=poison, device=self.device)
+        loaded = load(
+            shards, self.config, self.place, self.dtype, order=order, poison=poison, device=self.device, use=self.use
+        )
         self.lossy = loaded.lossy
         self.model = self._model_of(loaded, self.place)
         return loaded.facts

@@ -149,7 +149,7 @@ def test_a_workspace_for_each_layer_breaks_the_promise(checkpoint, monkeypatch):
 
     def another(self: Any, rows: int, cols: int) -> torch.Tensor:
         spaces.append(torch.empty_like(self.buffer))
-        return take(loader.Workspace(buffer=spaces[-1], poison=self.poison), rows, cols)
+        return take(loader.Workspace(buffer=spaces[-1], use=self.use, poison=self.poison), rows, cols)
 
     monkeypatch.setattr(loader.Workspace, "take", another)
     assert broken(measured(checkpoint)) == {"load.conversion.memory"}
