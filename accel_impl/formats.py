@@ -136,10 +136,10 @@ def decode_mxfp4(packed: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 
     Shapes: packed [O, I / 2] uint8, low nibble first; scale [O, I / 32] uint8 (E8M0); out [O, I] float32.
     """
-    rows = len(packed)
+    rows, pairs = len(packed), PAIRS.to(packed.device)
     for first in range(0, rows, STRIP_ROWS):
         strip = slice(first, first + STRIP_ROWS)
-        out[strip] = PAIRS.index_select(0, packed[strip].flatten().int()).view(-1, out.shape[1])
+        out[strip] = pairs.index_select(0, packed[strip].flatten().int()).view(-1, out.shape[1])
         out.view(rows, -1, MX_BLOCK)[strip].mul_(exp2_of(scale[strip])[..., None])
     return out
 

@@ -122,7 +122,8 @@ class Place:
 
         self.current = self._mine("collectives", layout)
         self.beat("collectives")
-        facts = exercise.collectives(self.setup.device, self.beat)
+        kind = self.setup.device.partition(":")[0]
+        facts = exercise.collectives(self.setup.device if _own_backend(kind) else "cpu", self.beat)
         for run, item in self.current:
             save_trace(Path(item["out"]), Trace(setup=self.setup, run=run, taps={}, tensors={}, facts=facts))
         self.current = []
@@ -209,13 +210,21 @@ def _pins(run: Any, item: Mapping[str, Any]) -> Any:
 
 
 def backend_for(device: str) -> str:
-    """Return the process group backend of a device type (`cpu`, `cuda`, ...)."""
+    """Return the process group backend of a device type (`cpu`, `cuda`, ...); gloo for one that has none of its own."""
+    return _own_backend(device) or "gloo"
+
+
+def _own_backend(device: str) -> str:
+    """Return the backend that moves what lies on a device, "" where what is to be moved must come to the host."""
     import torch.distributed as dist
 
     chosen: Any = getattr(dist, "get_default_backend_for_device", None)
-    if chosen is not None:
+    if chosen is None:
+        return {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}.get(device, "")
+    try:
         return str(chosen(device))
-    return {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}.get(device, "gloo")
+    except ValueError:
+        return ""
 
 
 def _in_order(values: Any) -> list[Any]:
