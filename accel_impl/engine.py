@@ -79,8 +79,7 @@ class Engine:
         self.port, self.cache = port, port.memory_in_use().pages
         self.chunk, self.together, self.drafts = (int(port.options[key]) for key in ("chunk", "together", "drafts"))
         self.reuse = port.reuse()
-        assert port.model is not None
-        self.seen = SeenPictures(port.model, most_rows=SEEN_ROWS)
+        self.seen = SeenPictures(port, most_rows=SEEN_ROWS)
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []

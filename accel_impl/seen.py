@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from accel_impl.model import Model, Pictures
+from accel_impl.model import Pictures
 from accel_impl.prefix import picture_digests
 from harness.adapter import Inputs, silent
+from harness.errors import PortError
+
+if TYPE_CHECKING:
+    from accel_impl.port import AccelAdapter
 
 
 class SeenPictures:
-    """The tower behind a store of at most `most_rows` rows."""
+    """The tower of a port behind a store of at most `most_rows` rows."""
 
-    def __init__(self, model: Model, *, most_rows: int) -> None:
-        self.model, self.most_rows = model, most_rows
+    def __init__(self, port: AccelAdapter, *, most_rows: int) -> None:
+        self.port, self.most_rows = port, most_rows
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         self._lock = threading.Lock()
         self.hits = 0
@@ -33,7 +38,7 @@ class SeenPictures:
         parts = inputs.extras["pixel_values"].split([int(n) for n in grids.prod(-1)])
         digests = picture_digests(inputs.extras)
         given = torch.cat([self._one(*picture) for picture in zip(digests, parts, grids, strict=True)], dim=1)
-        places_M = (inputs.token_ids[0] == self.model.config.image_token_id).nonzero().flatten().cpu()
+        places_M = (inputs.token_ids[0] == self.port.config.image_token_id).nonzero().flatten().cpu()
         return Pictures(rows_MF=given[0], deepstack=tuple(given[1:]), places_M=places_M)
 
     def _one(self, digest: bytes, patches: Tensor, grid: Tensor) -> Tensor:
@@ -43,8 +48,9 @@ class SeenPictures:
                 self.hits += 1
                 self._kept.move_to_end(digest)
                 return self._kept[digest]
-        assert self.model.tower is not None
-        rows, deepstack = self.model.tower(patches, grid[None], silent)
+        if self.port.model is None or self.port.model.tower is None:
+            raise PortError("expected a loaded port with a vision tower, found none; call load first")
+        rows, deepstack = self.port.model.tower(patches, grid[None], silent)
         found = torch.stack((rows, *deepstack))
         with self._lock:
             self._kept[digest] = found
