@@ -16,7 +16,7 @@ from harness.errors import CheckpointError
 from reference_impl.config import Config
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
-INDEX = "model.safetensors.index.json"
+INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 FP8 = (
     *(f".linear_attn.{p}" for p in ("q_proj", "k_proj", "v_proj", "o_proj")),
     *(f".self_attn.{p}" for p in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
@@ -29,7 +29,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 def load_weights(checkpoint: Path, config: Config) -> tuple[dict[str, Tensor], list[str]]:
     """Read and decode every parameter of the model; quantised ones come as `X.weight` in float32.
 
-    Also returns the tensors that no layer uses: an indexer's where keys are chosen at random.
+    Also returns the tensors that no layer uses: an indexer's where keys are chosen at random, a mix of the first layer.
     Raises CheckpointError if a shard or a tensor is missing, left over, or of another shape.
     """
     stored = _read_shards(checkpoint)
@@ -55,9 +55,10 @@ def load_weights(checkpoint: Path, config: Config) -> tuple[dict[str, Tensor], l
 
 
 def _spare(name: str, config: Config) -> bool:
-    """Say whether a tensor is of an indexer that chooses nothing, its layer's keys being chosen at random."""
+    """Say whether a tensor is of an indexer that chooses nothing, or mixes for a layer that has become the first."""
     layers = [n for n, policy in enumerate(config.index_policies) if policy == "random"]
-    return any(name.startswith(f"model.layers.{n}.self_attn.indexer.") for n in layers)
+    indexers = tuple(f"model.layers.{n}.self_attn.indexer." for n in layers)
+    return name.startswith(indexers) or name == "model.layers.0.attn_res.query"
 
 
 def source_name(name: str, config: Config) -> str:
@@ -66,10 +67,18 @@ def source_name(name: str, config: Config) -> str:
 
 
 def _read_shards(checkpoint: Path) -> dict[str, Tensor]:
-    """Read every tensor that the index names, each from the shard that it names."""
+    """Read every tensor that the index names, each from the shard that it names; of one file without index, all."""
     from safetensors import SafetensorError, safe_open
 
     index = checkpoint / INDEX
+    if not index.exists() and (checkpoint / ONE_FILE).exists():
+        try:
+            with safe_open(checkpoint / ONE_FILE, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (the reader is no mapping)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"expected a whole safetensors file at {checkpoint / ONE_FILE}, found: {error}"
+            ) from error
     try:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError) as error:

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from harness.checkpoint import open_checkpoint
+from harness.checkpoint.cut import plan_cut, write_cut
 from harness.errors import CheckpointError
 from reference_impl.config import read_config
 from reference_impl.encoders import E2M1_MAGNITUDES, E4M3_MAGNITUDES
-from reference_impl.loader import INDEX, load_weights
+from reference_impl.loader import INDEX, ONE_FILE, load_weights
 from reference_impl.recipe import make_tensors
 
 
@@ -117,3 +119,22 @@ def test_another_model_is_refused(copy):
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="index_topk"):
         read_config(copy)
+
+
+def test_some_layers_of_the_model_are_a_model(checkpoint, tmp_path):
+    """A cut in one file without index is read; the mix of a layer that has become the first is told as unused."""
+    write_cut(plan_cut(open_checkpoint(checkpoint), (2, 3)), tmp_path / "cut")
+    config = read_config(tmp_path / "cut")
+    assert [config.is_sparse(n) for n in range(2)] == [False, True]
+    weights, unused = load_weights(tmp_path / "cut", config)
+    assert unused == ["model.layers.0.attn_res.query"]
+    whole, _ = load_weights(checkpoint, read_config(checkpoint))
+    for here, there in ((0, 2), (1, 3), (2, 8)):
+        names = [n for n in weights if n.startswith(f"model.layers.{here}.")]
+        assert names
+        for name in names:
+            old = name.replace(f"layers.{here}.", f"layers.{there}.", 1)
+            assert torch.equal(weights[name], whole[old]), name
+    (tmp_path / "cut" / ONE_FILE).write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="whole safetensors file"):
+        load_weights(tmp_path / "cut", config)
