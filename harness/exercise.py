@@ -7,12 +7,13 @@ other side answered, limits or files. Facts are plain JSON: whether they are rig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.adapter import TokenIds, capabilities, silent
+from harness.adapter import Inputs, TokenIds, capabilities, silent
 from harness.errors import PortError
 from harness.metrics import collectives as exact
 from harness.types import Case, Facts, Run
@@ -142,10 +143,33 @@ def _request_of(port: Any, case: Case, front: bool) -> dict[str, Any]:
     inputs = port.prepare(case, silent)
     ids = _ids(port.generate(inputs, case.max_new_tokens, silent))
     answer: dict[str, Any] = {"prompt_tokens": int(inputs.token_ids.shape[-1]), "token_ids": ids}
+    if "phases" in capabilities(port) and not inputs.extras:
+        answer["ties"] = partial(_ties, port, inputs.token_ids, ids)
     if front:
         ending = port.eos_ids()
         answer |= {"text": port.decode(ids), "ended": bool(ids) and ids[-1] in ending}
     return request | {"expected": answer}
+
+
+def _ties(port: Any, prompt: Tensor, ids: TokenIds) -> list[list[int]]:
+    """Return for each token that a port generated the ids that it might as well have taken, rounded otherwise.
+
+    Those whose logit lies below the best by no more than twice what the port's own phases, one prefill and single
+    steps, differ by at most: each of two logits may move by that much.
+    """
+    first = prompt.shape[-1]
+    whole = Inputs(token_ids=torch.cat([prompt, torch.tensor([ids], device=prompt.device)], dim=-1))
+    end = first + len(ids) - 1
+    prefill = port.forward(whole, silent)[0, first - 1 : end].double()
+    slot = port.open()
+    try:
+        spans = [(0, first), *((at, at + 1) for at in range(first, end))]
+        steps = torch.cat([port.step(slot, whole, start, stop, silent)[0, -1:].double() for start, stop in spans])
+    finally:
+        port.free(slot)
+    moved = (steps - prefill).abs().max()
+    behind = prefill.amax(dim=-1, keepdim=True) - prefill
+    return [row.nonzero()[:, 0].tolist() for row in behind <= 2 * moved]
 
 
 def collectives(device: str, beat: Callable[[str], None]) -> Facts:

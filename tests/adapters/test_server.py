@@ -140,6 +140,21 @@ def test_a_fault_shows_in_its_own_check(endpoint, fault, check, words):
     assert set(found) == {check} | ({"chat"} if fault == "ids" else set())
 
 
+@pytest.mark.parametrize("tie", [True, False])
+def test_an_answer_that_differs_by_a_tie_is_no_error(endpoint, tie):
+    """Where the port might as well have said what the endpoint said, the texts part without anybody's fault."""
+    Endpoint.fault = "ids"
+    told = smoke(endpoint, [request(id="a", prompt="abc")], timeout_s=10)["checks"]["completion"]
+    assert told["errors"]
+    found = json.loads(told["detail"][0].rpartition("found ")[2])
+    place = next(i for i, (mine, own) in enumerate(zip(found, IDS, strict=False)) if mine != own)
+    case = request(id="a", prompt="abc")
+    ties = [[own] for own in IDS]
+    ties[place].append(found[place] if tie else found[place] + 1)
+    case["expected"]["ties"] = lambda: ties
+    assert (smoke(endpoint, [case], timeout_s=10)["checks"]["completion"]["errors"] == 0) == tie
+
+
 def test_a_port_without_own_ids_is_not_held_against_them(endpoint):
     """For a black box only what an endpoint says of itself is checked, and the rest is named as not applicable."""
     Endpoint.fault = ""

@@ -185,3 +185,32 @@ def test_a_check_of_the_endpoint_that_was_not_reached_is_missing():
         f"endpoint.{CHECKS[-3]}": (None, "missing"),
         f"endpoint.{CHECKS[-2]}": (None, "missing"),
     }
+
+
+class Phases:
+    """Logits of three words at each place, which single steps move by 0.1 at most."""
+
+    def __init__(self, moved: float) -> None:
+        self.logits = torch.tensor([[[9.0, 0, 0], [5.0, 4.9, 1], [0, 7.0, 6.5]]])
+        self.moved, self.opened = torch.tensor([0.0, moved, 0.0]), 0
+
+    def forward(self, inputs, record):
+        return self.logits[:, : inputs.token_ids.shape[1]]
+
+    def open(self):
+        self.opened += 1
+        return 0
+
+    def step(self, slot, inputs, start, stop, record):
+        return self.logits[:, start:stop] + self.moved
+
+    def free(self, slot):
+        self.opened -= 1
+
+
+def test_a_tie_is_what_the_port_s_own_phases_could_turn_round():
+    """Within twice what prefill and steps differ by, two words are as good as each other; without any, none."""
+    for moved, ties in ((0.1, [[0, 1], [1]]), (0.3, [[0, 1], [1, 2]]), (0.0, [[0], [1]])):
+        port = Phases(moved)
+        assert exercise._ties(port, torch.tensor([[7, 7]]), [0, 1]) == ties
+        assert port.opened == 0
