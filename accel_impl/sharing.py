@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 
 from accel_impl.reuse import Reuse
+from accel_impl.speculate import generated
 from accel_impl.store import Kept
-from harness.adapter import Inputs, Recorder
+from harness.adapter import Inputs, Recorder, TokenIds
 from harness.errors import PortError
+from harness.types import Facts
 
 if TYPE_CHECKING:
     from accel_impl.port import AccelAdapter
 
 
 class Sharing:
-    """The capabilities `resumes`, `rewinds` and `batches` of the port (`harness.adapter`)."""
+    """The capabilities `resumes`, `rewinds`, `drafts` and `batches` of the port (`harness.adapter`)."""
 
     _reuse: Reuse | None = None
 
@@ -58,6 +60,12 @@ class Sharing:
     def rewind(self, slot: int, mark: Kept) -> None:
         """Go back to where a slot was."""
         self._port.memory_in_use().restore(slot, mark)
+
+    # ---- drafts
+
+    def speculate(self, inputs: Inputs, max_new_tokens: int, drafts: int) -> tuple[TokenIds, Facts]:
+        """Generate with drafts; how many were made, and how many were right."""
+        return generated(self._port, inputs, max_new_tokens, drafts)
 
     # ---- batches
 

@@ -20,6 +20,7 @@ from accel_impl.model import Step
 from accel_impl.store import SlotStore
 from harness.adapter import Inputs, TokenIds, silent
 from harness.errors import PortError
+from harness.types import Facts
 
 if TYPE_CHECKING:
     from accel_impl.port import AccelAdapter
@@ -58,6 +59,24 @@ def turn(port: AccelAdapter, slot: int, inputs: Inputs, drafts: int) -> Turn:
         memory.restore(slot, before)
         port.advance(slot, longer, start, start + 1 + right, silent)
     return Turn(tokens=chosen[: right + 1], logits=logits_TV[: right + 1], drafted=len(guesses))
+
+
+def generated(port: AccelAdapter, inputs: Inputs, count: int, drafts: int) -> tuple[TokenIds, Facts]:
+    """Return at most `count` greedy tokens of a request, and how many were drafted and accepted on the way."""
+    slot, ids, told = port.open(), list[int](), {"drafted": 0, "accepted": 0}
+    limit, ends = port.config.max_position_embeddings - inputs.token_ids.shape[-1], port.config.eos_token_id
+    try:
+        logits = port.step(slot, inputs, 0, inputs.token_ids.shape[-1], silent)
+        ids.append(int(logits[0, -1].argmax()))
+        while ids[-1] not in ends and len(ids) < min(count, limit + 1):
+            left = min(count, limit + 1) - len(ids)
+            taken = turn(port, slot, _appended(inputs, ids), min(drafts, left - 1))
+            kept = next((n + 1 for n, token in enumerate(taken.tokens) if token in ends), len(taken.tokens))
+            ids += taken.tokens[:kept]
+            told = {"drafted": told["drafted"] + taken.drafted, "accepted": told["accepted"] + taken.accepted}
+    finally:
+        port.free(slot)
+    return ids, told
 
 
 def drafted(port: AccelAdapter, slot: int, token: int, count: int) -> TokenIds:

@@ -119,6 +119,14 @@ class Rewinding(Protocol):
 
 
 @runtime_checkable
+class Drafting(Protocol):
+    """Capability `drafts`: greedy decoding in which several tokens are guessed, and verified in one step."""
+
+    def speculate(self, inputs: Inputs, max_new_tokens: int, drafts: int) -> tuple[TokenIds, Facts]:
+        """Return what `generate` returns, with `drafts` guesses before each step. Facts: `drafted`, `accepted` counts."""
+
+
+@runtime_checkable
 class Batching(Protocol):
     """Capability `batches`: one call decodes a token of each of several slots."""
 
@@ -284,7 +292,7 @@ def capabilities(adapter: Any) -> list[str]:
         ("phases", Phased), ("weights", Weighted), ("converts", Converting), ("chat", Tokenizing), ("serves", Serving),
         ("multi_card", Distributed), ("cache", Caching), ("operators", Operating), ("precision", Roundable),
         ("compiled", Compiling), ("streamed", Streaming), ("resumes", Resuming), ("rewinds", Rewinding),
-        ("batches", Batching),
+        ("batches", Batching), ("drafts", Drafting),
     ]  # fmt: skip
     off = adapter.scope.off
     return [name for name, protocol in table if isinstance(adapter, protocol) and name not in off]

@@ -150,14 +150,16 @@ def _generate(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace |
     inputs = _prepare(bench, run, recorder)
     prompt = [int(i) for i in inputs.token_ids.reshape(-1)]
     count = run.case.max_new_tokens if run.case else 1
+    told: Facts = {}
     begin = time.perf_counter()
     if bench.setup.role == "floor" and expected is not None:
         ids = [int(i) for i in expected.facts["token_ids"]]
     else:
-        ids = [int(i) for i in bench.adapter.generate(inputs, count, silent)]
+        ids, told = _generated(bench, run, inputs, count)
     synchronize()
     seconds = time.perf_counter() - begin
     facts = {
+        **told,
         "token_ids": ids,
         "prompt_tokens": len(prompt),
         "generate_s": seconds,
@@ -171,6 +173,14 @@ def _generate(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace |
     else:
         facts.update(_first_token_s(bench, inputs))
     return facts
+
+
+def _generated(bench: Bench, run: Run, inputs: Inputs, count: int) -> tuple[list[int], Facts]:
+    """Return greedy ids, and what the port tells of its drafts where the run asks for some."""
+    if "drafts" not in run.options:
+        return [int(i) for i in bench.adapter.generate(inputs, count, silent)], {}
+    ids, told = _capable(bench, "drafts", run).speculate(inputs, count, int(run.options["drafts"]))
+    return [int(i) for i in ids], dict(told)
 
 
 def _first_token_s(bench: Bench, inputs: Inputs) -> Facts:

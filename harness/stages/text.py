@@ -28,6 +28,8 @@ DECODE_STEPS, DECODE_STEPS_FULL = 16, 48
 """Single steps that are pooled. Source: fewer than 16 honestly reach a ratio of 2."""
 TOKENS_PER_EXPERT = 2
 """Tokens that an expert is judged on at least. Source: slopes are fitted jointly, so one would do; two are a check."""
+DRAFTS = 3
+"""Tokens that are guessed before each step of a generation that is speculated."""
 BEYOND = 16
 """Tokens beyond what a selection keeps."""
 BESIDE = (7, 83)
@@ -56,7 +58,11 @@ def plan(context: StageContext) -> list[Run]:
     runs += [
         Run(id=f"text/{name}", stage=NAME, kind="forward", case=case, observe=False) for name in ("plain", "plain2")
     ]
-    runs.append(Run(id="text/generate", stage=NAME, kind="generate", case=_shorter(context, case), observe=True))
+    shorter = _shorter(context, case)
+    runs.append(Run(id="text/generate", stage=NAME, kind="generate", case=shorter, observe=True))
+    if "drafts" in context.capabilities:
+        options = {"drafts": DRAFTS}
+        runs.append(Run(id="text/speculated", stage=NAME, kind="generate", case=shorter, observe=True, options=options))
     return runs
 
 
@@ -171,6 +177,7 @@ def _greedy(view: StageView, run: Run) -> Measurement:
     worst = float(error.square().mean(dim=-1).sqrt().max())
     z, place = greedy_margin_z(actual=actual, expected=expected, logits=logits[start:], uncertainty=worst)
     detail = {"expected": expected, "actual": actual, "agreeing_tokens": place}
+    detail |= {name: accel.facts[name] for name in ("drafted", "accepted") if name in accel.facts}
     return measured(
         NAME, run, "greedy_margin_z", z, subject="logits", order=1 << 20, n=len(expected), where={"step": place},
         detail=detail,

@@ -81,6 +81,14 @@ def test_walks_that_share_a_cache_are_asked_of_ports_that_can(length: int) -> No
     assert len(runs["text/together"].steps) - 1 < longest <= length
 
 
+def test_a_port_that_drafts_generates_twice() -> None:
+    """What is speculated is judged on the very request that is generated step by step."""
+    runs = by_id(text.plan(context("drafts")))
+    assert runs["text/speculated"].case == runs["text/generate"].case
+    assert runs["text/speculated"].options == {"drafts": text.DRAFTS}
+    assert "text/speculated" not in by_id(text.plan(context()))
+
+
 def test_a_port_without_phases_is_not_asked_for_them() -> None:
     """Without the capability there are whole prefills only."""
     assert {r.kind for r in text.plan(context())} == {"forward", "generate"}
