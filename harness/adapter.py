@@ -123,7 +123,7 @@ class Drafting(Protocol):
     """Capability `drafts`: greedy decoding in which several tokens are guessed, and verified in one step."""
 
     def speculate(self, inputs: Inputs, max_new_tokens: int, drafts: int) -> tuple[TokenIds, Facts]:
-        """Return what `generate` returns, with `drafts` guesses before each step. Facts: `drafted`, `accepted` counts."""
+        """Return what `generate` returns, with `drafts` guesses before each step. Facts: `drafted`, `accepted`."""
 
 
 @runtime_checkable
