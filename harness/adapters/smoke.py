@@ -198,13 +198,11 @@ def _completion(client: Client, checks: _Checks, request: Request, check: str, u
         ok = isinstance(count, int) and 0 < count <= asked
         checks.expect(usage_check, ok, f"{name}: expected 1 to {asked} completion_tokens, found {count}")
         return str(answer["text"])
+    tie = answer["token_ids"] is not None and _is_tie(list(answer["token_ids"]), expected)
     if answer["token_ids"] is not None:
-        if _is_tie(list(answer["token_ids"]), expected):
-            checks.expect(check, True)
-            return str(answer["text"])  # from there on the two texts go different ways
-        ok = list(answer["token_ids"]) == list(expected["token_ids"])
+        ok = tie or list(answer["token_ids"]) == list(expected["token_ids"])
         checks.expect(check, ok, f"{name}: expected ids {expected['token_ids']}, found {answer['token_ids']}")
-    if "text" in expected:
+    if "text" in expected and not tie:  # after a tie the two texts go different ways
         ok = answer["text"] == expected["text"]
         checks.expect(check, ok, f"{name}: expected {expected['text']!r}, found {answer['text']!r}")
         wanted = "stop" if expected["ended"] else "length"
@@ -213,6 +211,7 @@ def _completion(client: Client, checks: _Checks, request: Request, check: str, u
     elif answer["token_ids"] is None:
         checks.expect(check, bool(answer["text"]), f"{name}: expected some text, found none")
     counts = [len(expected["token_ids"])] + [len(expected["token_ids"]) - 1] * bool(expected.get("ended"))
+    counts = list(range(1, request["max_tokens"] + 1)) if tie else counts
     ok = usage.get("prompt_tokens") == expected["prompt_tokens"]
     checks.expect(usage_check, ok, f"{name}: expected {expected['prompt_tokens']} prompt_tokens, found {usage}")
     ok = usage.get("completion_tokens") in counts

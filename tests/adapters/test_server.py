@@ -152,7 +152,9 @@ def test_an_answer_that_differs_by_a_tie_is_no_error(endpoint, tie):
     ties = [[own] for own in IDS]
     ties[place].append(found[place] if tie else found[place] + 1)
     case["expected"]["ties"] = lambda: ties
-    assert (smoke(endpoint, [case], timeout_s=10)["checks"]["completion"]["errors"] == 0) == tie
+    checks = smoke(endpoint, [case], timeout_s=10)["checks"]
+    assert (checks["completion"]["errors"] == 0) == tie
+    assert checks["usage"] == {"errors": 0, "of": 2, "detail": []}
 
 
 def test_a_port_without_own_ids_is_not_held_against_them(endpoint):
