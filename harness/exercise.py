@@ -6,6 +6,9 @@ other side answered, limits or files. Facts are plain JSON: whether they are rig
 
 from __future__ import annotations
 
+import base64
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -14,9 +17,10 @@ import torch
 from torch import Tensor
 
 from harness.adapter import Inputs, TokenIds, capabilities, silent
+from harness.cases import seeded_image
 from harness.errors import PortError
 from harness.metrics import collectives as exact
-from harness.types import Case, Facts, Run
+from harness.types import Case, Facts, Image, Run
 
 
 def chat(port: Any, options: Mapping[str, Any]) -> Facts:
@@ -106,7 +110,8 @@ def _drain(requests: list[Iterator[tuple[int, Tensor]]]) -> list[tuple[TokenIds,
 def serve(port: Any, run: Run, beat: Callable[[str], None]) -> Facts:
     """Hold the port's endpoint against the port itself, called without HTTP (run kind `serve`).
 
-    Options: `prompts` (texts, beside the token ids of the run's case), `conversations`, `timeout_s`.
+    Options: `prompts` (texts, beside the token ids of the run's case), `conversations`, `picture` (height and width of
+    one in a further conversation), `timeout_s`.
     Returns: what `harness.adapters.smoke.smoke` returns.
     """
     from harness.adapters.smoke import smoke
@@ -121,6 +126,11 @@ def serve(port: Any, run: Run, beat: Callable[[str], None]) -> Facts:
         cases += [Case(id=f"prompt-{i}", prompt=p, max_new_tokens=count) for i, p in enumerate(run.options["prompts"])]
         talks = [tuple(messages) for messages in run.options["conversations"]]
         chats = [Case(id=f"chat-{i}", messages=talk, max_new_tokens=count) for i, talk in enumerate(talks)]
+        if "picture" in run.options:
+            height, width = run.options["picture"]
+            image = seeded_image(height, width, seed=4)
+            told = ({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]},)
+            chats.append(Case(id="chat-picture", messages=told, images=(image,), max_new_tokens=count))
     return smoke(
         base_url,
         [_request_of(port, case, front) for case in cases],
@@ -135,7 +145,7 @@ def _request_of(port: Any, case: Case, front: bool) -> dict[str, Any]:
     """Return a request and, unless the port is nothing but an endpoint, what it answers without one."""
     request: dict[str, Any] = {"id": case.id, "max_tokens": case.max_new_tokens}
     if case.messages is not None:
-        request["messages"] = list(case.messages)
+        request["messages"] = _over_http(case)
     else:
         request["prompt"] = case.prompt if case.prompt is not None else list(case.token_ids or ())
     if "*" in port.scope.unobservable:
@@ -143,22 +153,49 @@ def _request_of(port: Any, case: Case, front: bool) -> dict[str, Any]:
     inputs = port.prepare(case, silent)
     ids = _ids(port.generate(inputs, case.max_new_tokens, silent))
     answer: dict[str, Any] = {"prompt_tokens": int(inputs.token_ids.shape[-1]), "token_ids": ids}
-    if "phases" in capabilities(port) and not inputs.extras:
-        answer["ties"] = partial(_ties, port, inputs.token_ids, ids)
+    if "phases" in capabilities(port):
+        answer["ties"] = partial(_ties, port, inputs, ids)
     if front:
         ending = port.eos_ids()
         answer |= {"text": port.decode(ids), "ended": bool(ids) and ids[-1] in ending}
     return request | {"expected": answer}
 
 
-def _ties(port: Any, prompt: Tensor, ids: TokenIds) -> list[list[int]]:
+def _over_http(case: Case) -> list[dict[str, Any]]:
+    """Return a conversation as it goes over the wire: each picture as a PNG in a `data:` URL where its mark stood."""
+    urls = iter([f"data:image/png;base64,{base64.b64encode(png(image)).decode()}" for image in case.images])
+
+    def part_of(part: Any) -> Any:
+        return {"type": "image_url", "image_url": {"url": next(urls)}} if part.get("type") == "image" else part
+
+    return [
+        {**m, "content": [part_of(p) for p in m["content"]] if isinstance(m["content"], list) else m["content"]}
+        for m in case.messages or ()
+    ]
+
+
+def png(image: Image) -> bytes:
+    """Return a picture as a PNG file: no filter, one block of data."""
+    row = 3 * image.width
+    rgb = base64.b64decode(image.rgb)
+    lines = b"".join(b"\0" + rgb[at : at + row] for at in range(0, len(rgb), row))
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = struct.pack(">IIBBBBB", image.width, image.height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+
+
+def _ties(port: Any, inputs: Inputs, ids: TokenIds) -> list[list[int]]:
     """Return for each token that a port generated the ids that it might as well have taken, rounded otherwise.
 
     Those whose logit lies below the best by no more than twice what the port's own phases, one prefill and single
     steps, differ by at most: each of two logits may move by that much.
     """
-    first = prompt.shape[-1]
-    whole = Inputs(token_ids=torch.cat([prompt, torch.tensor([ids], device=prompt.device)], dim=-1))
+    prompt, first = inputs.token_ids, inputs.token_ids.shape[-1]
+    token_ids = torch.cat([prompt, torch.tensor([ids], device=prompt.device)], dim=-1)
+    whole = Inputs(token_ids=token_ids, extras=inputs.extras)
     end = first + len(ids) - 1
     prefill = port.forward(whole, silent)[0, first - 1 : end].double()
     slot = port.open()

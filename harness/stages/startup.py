@@ -40,6 +40,8 @@ PROMPTS = (
     "Zürich 東京 안녕 🙂",
     "Once upon a time, in a small town by the sea, there lived",
 )
+PICTURE = (2, 5)
+"""Height and width of the picture that the endpoint is shown, in merged patches; a little more, so it is resized."""
 CONVERSATIONS: tuple[tuple[Mapping[str, str], ...], ...] = (
     ({"role": "user", "content": "What is the capital of France?"},),
     (
@@ -75,7 +77,12 @@ def plan(context: StageContext) -> list[Run]:
         runs.append(Run(id=CONCURRENT, stage=NAME, kind="concurrent", case=case, options=other))
     if context.scope.serves and "serves" in context.capabilities:
         first = 0 if context.full else 1  # the last ones carry the multi-byte text and the earlier turns
-        asked = {"prompts": list(PROMPTS[first:]), "conversations": [list(c) for c in CONVERSATIONS[first:]]}
+        asked: dict[str, Any] = {
+            "prompts": list(PROMPTS[first:]),
+            "conversations": [list(c) for c in CONVERSATIONS[first:]],
+        }
+        if context.scope.image and info.patch_size and "chat" in context.capabilities:
+            asked["picture"] = [side * info.patch_size * info.merge_size + 3 for side in PICTURE]
         runs.append(Run(id=SERVE, stage=NAME, kind="serve", case=case, options=asked))
     return runs
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 import json
 
 import pytest
@@ -11,9 +13,9 @@ import torch
 from harness import exercise
 from harness.adapter import Inputs
 from harness.adapters.smoke import CHECKS
-from harness.cases import ModelInfo, special_strings
+from harness.cases import ModelInfo, seeded_image, special_strings
 from harness.stages import StageContext, StageView, startup
-from harness.types import Failure, Scope, Setup, Trace
+from harness.types import Case, Failure, Scope, Setup, Trace
 
 EVERYTHING = frozenset({"chat", "phases", "serves"})
 
@@ -212,5 +214,33 @@ def test_a_tie_is_what_the_port_s_own_phases_could_turn_round():
     """Within twice what prefill and steps differ by, two words are as good as each other; without any, none."""
     for moved, ties in ((0.1, [[0, 1], [1]]), (0.3, [[0, 1], [1, 2]]), (0.0, [[0], [1]])):
         port = Phases(moved)
-        assert exercise._ties(port, torch.tensor([[7, 7]]), [0, 1]) == ties
+        assert exercise._ties(port, Inputs(token_ids=torch.tensor([[7, 7]])), [0, 1]) == ties
         assert port.opened == 0
+
+
+def test_a_picture_goes_over_the_wire_as_it_is():
+    """Marks of pictures become PNG files in order, text stays; an image library reads the very bytes back."""
+    from PIL import Image as Pictures
+
+    images = (seeded_image(19, 35, seed=1), seeded_image(16, 16, seed=2))
+    parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
+    told = ({"role": "user", "content": parts}, {"role": "assistant", "content": "so"})
+    first, second = exercise._over_http(Case(id="c", messages=told, images=images))
+    assert second == told[1]
+    assert [p["type"] for p in first["content"]] == ["image_url", "text", "image_url"]
+    for part, image in zip(first["content"][::2], images, strict=True):
+        head, _, data = part["image_url"]["url"].partition(",")
+        assert head == "data:image/png;base64"
+        with Pictures.open(io.BytesIO(base64.b64decode(data))) as found:
+            assert found.size == (image.width, image.height)
+            assert base64.b64encode(found.convert("RGB").tobytes()).decode() == image.rgb
+
+
+def test_the_endpoint_is_shown_a_picture_where_pictures_are_claimed():
+    """A port with pictures, words and an endpoint is asked about one that has to be resized; others are not."""
+    plain = context()
+    info = dataclasses.replace(plain.info, patch_size=8, merge_size=2)
+    for image in (True, False):
+        ctx = dataclasses.replace(plain, info=info, scope=dataclasses.replace(plain.scope, image=image))
+        (run,) = (r for r in startup.plan(ctx) if r.kind == "serve")
+        assert run.options.get("picture") == ([35, 83] if image else None)
