@@ -132,13 +132,13 @@ def scan_step(
     return (memory * q[..., None]).sum(-2)[:, None]
 
 
-def indexer_scores(q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, positions_BT: Tensor, window: int) -> Tensor:
+def indexer_scores(q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, places_BT: Tensor, window: int) -> Tensor:
     """Score every pair at once in float32."""
     heads, width = q_BTHD.shape[-2:]
     products = torch.einsum("bthd,bsd->bths", q_BTHD.to(FLOAT), k_BSD.to(FLOAT)).relu()
     scores = torch.einsum("bths,bth->bts", products, weights_BTH.to(FLOAT)) * (heads**-0.5 * width**-0.5)
-    place = torch.arange(k_BSD.shape[1], device=positions_BT.device)
-    return scores.masked_fill(place > positions_BT[..., None] - window, float("-inf"))
+    place = torch.arange(k_BSD.shape[1], device=places_BT.device)
+    return scores.masked_fill(place > places_BT[..., None] - window, float("-inf"))
 
 
 def choose_keys(scores_BTS: Tensor, count: int) -> Tensor:

@@ -24,7 +24,7 @@ _operator = torch.library.custom_op
 
 
 @_operator("day0_accel::indexer_scores", mutates_args=())
-def indexer_scores(q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, positions_BT: Tensor, window: int) -> Tensor:
+def indexer_scores(q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, places_BT: Tensor, window: int) -> Tensor:
     """Score tile by tile of queries; never hold more than a tile's products."""
     heads, width = q_BTHD.shape[-2:]
     keys = k_BSD.to(FLOAT).transpose(1, 2)[:, None]
@@ -35,12 +35,12 @@ def indexer_scores(q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, positions
         tile = slice(at, at + QUERY_TILE)
         products = (q_BTHD[:, tile].to(FLOAT) @ keys).relu_()
         scores = (weights[:, tile, None] @ products)[:, :, 0]
-        tiles.append(scores.masked_fill_(place > positions_BT[:, tile, None] - window, float("-inf")))
+        tiles.append(scores.masked_fill_(place > places_BT[:, tile, None] - window, float("-inf")))
     return torch.cat(tiles, dim=1)
 
 
 @indexer_scores.register_fake
-def _(q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, positions_BT: Tensor, window: int) -> Tensor:
+def _(q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, places_BT: Tensor, window: int) -> Tensor:
     return q_BTHD.new_empty(*q_BTHD.shape[:2], k_BSD.shape[1], dtype=FLOAT)
 
 

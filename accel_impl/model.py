@@ -92,7 +92,7 @@ class Model:
         arriving = step.pictures if store.lacks_pictures else None
         if arriving is not None:
             store.open_pictures(arriving.places_M)
-        span = span_of(self.held, step.positions_BT, step.total)
+        span = span_of(self.held, store.places, step.positions_BT, step.total)
         if self.place.first:
             streams = [self._embed(step, store, record)]
         else:
@@ -184,7 +184,7 @@ class Model:
         """Return logits of what follows tokens whose `norm` before may be a guess, and what stands for their own."""
         if self.config.further is None:
             raise PortError("expected a layer for one more token to draft with, found none")
-        span = span_of(self.held, step.positions_BT, step.total)
+        span = span_of(self.held, store.places, step.positions_BT, step.total)
         return self._further(self.config.further, earlier_BTF, step, span, store, silent)
 
     def _logits(self, x: Tensor) -> Tensor:

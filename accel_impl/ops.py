@@ -137,8 +137,8 @@ def scan_step(
 
 
 @_operator("index.scores")
-def indexer_scores(q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, positions_BT: Tensor, window: int) -> Tensor:
-    """Return sum_h w[t, h] relu(q[t, h] . k[s]) H^-0.5 D^-0.5 [B, T, S] float32, -inf where s > position - window."""
+def indexer_scores(q_BTHD: Tensor, k_BSD: Tensor, weights_BTH: Tensor, places_BT: Tensor, window: int) -> Tensor:
+    """Return sum_h w[t, h] relu(q[t, h] . k[s]) H^-0.5 D^-0.5 [B, T, S] float32, -inf where s > place - window."""
 
 
 @_operator("index.select")

@@ -26,19 +26,24 @@ WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Where the tokens of a call stand. `positions` on the device; `total` is the length that scores are padded to."""
+    """Where the tokens of a call stand: places count tokens, on the device; positions turn them, on the host.
 
+    `total` is the length that scores are padded to.
+    """
+
+    places_BT: Tensor
     positions_BT: Tensor
     total: int
     turn: tuple[Tensor, Tensor]
     index_turn: tuple[Tensor, Tensor]
 
 
-def span_of(held: Held, positions_BT: Tensor, total: int) -> Span:
-    """Return the span of positions on the host, with both tables of angles."""
+def span_of(held: Held, places_BT: Tensor, positions_BT: Tensor, total: int) -> Span:
+    """Return the span of places and positions, with both tables of angles."""
     rope, config = held.config.rope, held.config
     return Span(
-        positions_BT=positions_BT.to(held.device),
+        places_BT=places_BT,
+        positions_BT=positions_BT,
         total=total,
         turn=rotary.table(positions_BT, rope, config.qk_rope_head_dim, held.device),
         index_turn=rotary.table(positions_BT, rope, config.index_rope_dim, held.device),
@@ -70,7 +75,7 @@ def sparse_attention(
     if images_MF is not None:
         rows = held.rms_norm(held.linear(images_MF, f"{name}.visual_kv_proj"), f"{name}.visual_norm")
         store.put_pictures(layer, record(f"{tap}.visual_latent", rows, dims="row feature"))
-    rows_BTK = _rows(config.index_window, chosen_BTK, span.positions_BT, store, pictures=pictures)
+    rows_BTK = _rows(config.index_window, chosen_BTK, span.places_BT, store, pictures=pictures)
     core = _attended(held, layer, q_BTHD, rows_BTK, store)
     core = held.place.record_cut(record, f"{tap}.core", core, heads, 2, HEADS)
     return held.row_linear(core.flatten(2), f"{name}.o_proj")
@@ -83,7 +88,7 @@ def _chosen(
     config, policy = held.config, held.config.policy(layer)
     if policy == "random":
         keys = max(store.starts) + store.count
-        scores_BTS = drawn_scores(layer, span.positions_BT, keys, config.index_window)
+        scores_BTS = drawn_scores(layer, span.places_BT, keys, config.index_window)
     else:
         scores_BTS = _scored(held, layer, tap, x_BTF, q_a, span, store, record)
     if policy == "block":
@@ -109,7 +114,7 @@ def _scored(
     weights = record(f"{index}.weights", held.exact(x_BTF, f"{name}.weights_proj"), dims=HIDDEN)
     store.put(layer, {"index": k})
     keys_BSD = store.all(layer, "index")
-    return ops.indexer_scores(held.use, q, keys_BSD, weights, span.positions_BT, config.index_window)
+    return ops.indexer_scores(held.use, q, keys_BSD, weights, span.places_BT, config.index_window)
 
 
 def _turned(held: Held, x_BTHD: Tensor, span: Span) -> Tensor:
@@ -124,26 +129,26 @@ def best_of_blocks(scores_BTS: Tensor, block: int) -> Tensor:
     return best.masked_fill(scores_BTS == float("-inf"), float("-inf"))
 
 
-def drawn_scores(layer: int, positions_BT: Tensor, keys: int, window: int) -> Tensor:
+def drawn_scores(layer: int, places_BT: Tensor, keys: int, window: int) -> Tensor:
     """Return scores that depend on the layer and both places alone, in [0, 1), -inf where there is no candidate."""
-    place_S = torch.arange(keys, device=positions_BT.device)
-    word = (place_S * 0x9E3779B1 & WORD) ^ (positions_BT[..., None] * 0x85EBCA77 & WORD)
+    place_S = torch.arange(keys, device=places_BT.device)
+    word = (place_S * 0x9E3779B1 & WORD) ^ (places_BT[..., None] * 0x85EBCA77 & WORD)
     word = word ^ ((layer + 1) * 0xC2B2AE3D & WORD)
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
         word = (word ^ (word >> shift)) * factor & WORD
     scores_BTS = (word >> 8).float() / 2**24
-    return scores_BTS.masked_fill(place_S > positions_BT[..., None] - window, float("-inf"))
+    return scores_BTS.masked_fill(place_S > places_BT[..., None] - window, float("-inf"))
 
 
-def _rows(window: int, chosen_BTK: Tensor, positions_BT: Tensor, store: SlotStore, *, pictures: bool) -> Tensor:
+def _rows(window: int, chosen_BTK: Tensor, places_BT: Tensor, store: SlotStore, *, pictures: bool) -> Tensor:
     """Return all rows of the pools that each query attends to: chosen, the window, pictures before it; -1 is none."""
-    back_W = torch.arange(window - 1, -1, -1, device=positions_BT.device)
-    recent_BTW = (positions_BT[..., None] - back_W).clamp(min=-1)
+    back_W = torch.arange(window - 1, -1, -1, device=places_BT.device)
+    recent_BTW = (places_BT[..., None] - back_W).clamp(min=-1)
     rows = store.rows(torch.cat((chosen_BTK, recent_BTW), dim=-1))
     if not pictures:
         return rows
     rows_BM, places_BM = store.pictures()
-    seen_BTM = places_BM[:, None] <= positions_BT[..., None]
+    seen_BTM = places_BM[:, None] <= places_BT[..., None]
     return torch.cat((rows, torch.where(seen_BTM, rows_BM[:, None], -1)), dim=-1)
 
 

@@ -114,6 +114,12 @@ class SlotStore:
         self._new_BT = torch.stack([pages.rows(s, a, a + count) for s, a in zip(slots, starts, strict=True)])
         self._all_BS = _padded([pages.rows(s, 0, a + count) for s, a in zip(slots, starts, strict=True)], -1)
 
+    @property
+    def places(self) -> Tensor:
+        """Return where the step's tokens stand in their requests [B, T], on the device."""
+        places = torch.tensor(self.starts, dtype=torch.int64)[:, None] + torch.arange(self.count)
+        return places.to(self.memory.pages.device)
+
     # ---- keys
 
     def put(self, layer: int, values: Mapping[str, Tensor]) -> None:

@@ -212,7 +212,7 @@ def test_the_port_claims_what_it_has(opened: Any) -> None:
     """Every capability is there, and every tap has a place in the port's own words."""
     port = opened()
     expected = {"phases", "weights", "converts", "chat", "serves", "multi_card", "cache", "operators"}
-    assert expected | {"resumes", "rewinds", "batches"} == set(capabilities(port))
+    assert expected | {"resumes", "rewinds", "batches", "drafts"} == set(capabilities(port))
     levels = {n: op for n, op in port.operators().items() if isinstance(op, str)}
     assert port.scope.fallbacks == tuple(n for n, level in levels.items() if level == "reference")
 
