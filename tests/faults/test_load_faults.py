@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-SHARD_3 = {"visual.blocks.0.norm1.bias", "model.layers.0.mlp.down_proj.weight"}
+SHARD_3 = {"visual.blocks.0.attn.qkv.bias", "model.layers.1.linear_attn.conv1d.weight"}
 """The first weights of the third shard of the built-in checkpoint, in the order of the model."""
 
 
 @pytest.mark.parametrize(
     ("fault", "criterion", "place", "cause"),
     [
-        ("dropped_shard", "load.values", "visual.blocks.0.norm1.bias", "zeros: never written"),
-        ("short_shard", "load.values", "model.layers.4.mlp.experts.5.up_proj.weight", "block scales"),
+        ("dropped_shard", "load.values", "visual.blocks.0.attn.qkv.bias", "zeros: never written"),
+        ("short_shard", "load.values", "model.layers.7.self_attn.kv_b_proj.weight", "zeros"),
         ("linear_e8m0", "load.lossy", "model.layers.1.mlp.experts.0.gate_proj.weight", "scale byte read as a number"),
         ("halved_scales", "load.values", "model.layers.2.linear_attn.q_proj.weight", "each scale half as large"),
         ("reinitialised", "load.values", "model.layers.3.self_attn.indexer.wk.weight", "first random ones"),
