@@ -123,11 +123,12 @@ def tap_head_scaled(ports: Tapped) -> Places:
 
 @fault(cause="head|projection|off|wrong|attn", needs="heads")
 def tap_heads_exchanged(ports: Tapped) -> Places:
-    """The output projection finds heads in each other's place."""
+    """What follows attention (a gated norm, or the output projection) finds heads in each other's place."""
     tap = ports.find(r"attn\.core$")
     axis = ports.axis(tap, "head")
     ports.handed(tap, lambda y, _: y.roll(1, axis))
-    return [tap.removesuffix(".core")]
+    unit = tap.removesuffix(".core")
+    return [f"{unit}.norm", unit]
 
 
 @fault("TX01", cause="rotary|rope|position|off|wrong", needs="rotary queries")
