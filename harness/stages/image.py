@@ -14,12 +14,18 @@ SIZES = ((2, 3), (5, 3))
 
 
 def plan(context: StageContext) -> list[Run]:
-    """Plan a free run and replays of one request with two pictures (and with them exchanged in the full profile)."""
-    runs = free_and_replays(context, NAME, two_pictures(context.info))
+    """Plan a free run and replays of one request with two pictures (and with them exchanged in the full profile).
+
+    Pictures that have to be resized come in a run of their own, of which the inputs are looked at.
+    """
+    info, unit = context.info, context.info.patch_size * context.info.merge_size
+    runs = free_and_replays(context, NAME, two_pictures(info))
+    odd = [(h * unit + unit // 3, w * unit - unit // 4) for h, w in SIZES]
+    case = image_case(info, odd, seed=6)
+    runs.append(Run(id="image/resized", stage=NAME, kind="forward", case=case, taps=("inputs.*", "merged", "logits")))
     if context.full:
-        unit = context.info.patch_size * context.info.merge_size
         sizes = [(7, 2), *reversed(SIZES)]
-        case = image_case(context.info, [(h * unit, w * unit) for h, w in sizes], length=37, seed=5)
+        case = image_case(info, [(h * unit, w * unit) for h, w in sizes], length=37, seed=5)
         runs += free_and_replays(context, NAME, case, suffix="-three")
     return runs
 
