@@ -75,6 +75,7 @@ class AccelAdapter(Preparing, Sharing):
 
     def load(self, checkpoint: Path, setup: Setup) -> Facts:
         """Load this rank's weights and make its cache."""
+        self._stop_server()  # its requests and prefixes are of what was loaded before
         self.checkpoint, self.setup = checkpoint, setup
         self.config, self.dtype, self.device = read_config(checkpoint), dtype_of(setup), torch.device(setup.device)
         self._simulated.clear()
@@ -131,11 +132,15 @@ class AccelAdapter(Preparing, Sharing):
 
     def close(self) -> None:
         """Stop the server and free everything."""
-        if self._server is not None:
-            self._server.stop()
-        self._server = self.model = self.memory = self._front = None
+        self._stop_server()
+        self.model = self.memory = self._front = self._reuse = None
         self._simulated.clear()
         self._requests.clear()
+
+    def _stop_server(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+        self._server = None
 
     def _model(self) -> Model:
         if self.model is None:

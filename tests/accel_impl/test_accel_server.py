@@ -204,3 +204,21 @@ def test_closing_the_port_ends_the_server(checkpoint: Any) -> None:
     port.close()
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{url}/models", timeout=5, trust_env=False)
+
+
+def test_loading_anew_ends_the_server(checkpoint: Any) -> None:
+    """A port that is loaded again serves from what it holds now: the old endpoint is gone, a new one answers."""
+    from accel_runs import setup_of
+
+    import accel_impl
+
+    port = accel_impl.adapter(checkpoint, setup_of("bfloat16"))
+    port.load(checkpoint, setup_of("bfloat16"))
+    url = port.serve()
+    port.load(checkpoint, setup_of("float32"))
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{url}/models", timeout=5, trust_env=False)
+    prompt, ids = expected(port, Case(id="p", prompt="again"), 3)
+    body = {"prompt": prompt, "max_tokens": 3, "return_token_ids": True}
+    assert post(port, "completions", body).json()["choices"][0]["token_ids"] == ids
+    port.close()
