@@ -165,8 +165,15 @@ class Engine:
                     for request in [*self._running, *self._waiting]:
                         self._end(request, PortError("the engine was closed"))
                     return
-            with torch.no_grad():
-                self._round()
+            try:
+                with torch.no_grad():
+                    self._round()
+            except Exception as error:  # a mistake of the engine itself: nobody may wait for ever
+                with self._changed:
+                    self._closed = True
+                    for request in [*self._running, *self._waiting]:
+                        request.answers.put(error)
+                return
 
     def _ready(self) -> bool:
         """Say whether a round would do anything."""

@@ -178,6 +178,17 @@ def test_closing_ends_requests_under_way(engine: Engine, requests: list[Inputs])
             pass
 
 
+def test_a_mistake_of_the_engine_reaches_everybody(
+    engine: Engine, requests: list[Inputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the thread of steps itself breaks, who waits gets the error, and who comes later a closed engine."""
+    monkeypatch.setattr(engine, "_admit", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        next(engine.tokens(requests[0], 1))
+    with pytest.raises(PortError, match="found it closed"):
+        next(engine.tokens(requests[0], 1))
+
+
 @pytest.mark.parametrize("right", [0, 1, 2])
 def test_drafts_do_not_change_the_answer(
     engine: Engine, requests: list[Inputs], monkeypatch: pytest.MonkeyPatch, right: int
