@@ -20,13 +20,14 @@ class Want:
     """What one output must be. `value` in float64, or exact integers; `slack` bounds errors before the last rounding.
 
     `spread` is the error to be expected of a sum whose roundings are independent (root mean square); None: not judged.
-    `exact` wants the same bits, so no slack counts.
+    `exact` wants the same bits, so no slack counts. `also` is what is as right, where there is a choice.
     """
 
     value: Tensor
     slack: Tensor | None = None
     spread: Tensor | None = None
     exact: bool = False
+    also: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,14 @@ class Within:
     allowed: Tensor
 
 
-Wanted = Want | Chosen | Within
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Indices that are drawn from a distribution each row. `probabilities` [rows, vocabulary]; output [rows, n]."""
+
+    probabilities: Tensor
+
+
+Wanted = Want | Chosen | Within | Drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from harness.ops.arithmetic import Arithmetic, half_ulp
-from harness.ops.case import Case, Chosen, Want, Wanted, Within
+from harness.ops.case import Case, Chosen, Drawn, Want, Wanted, Within
 
 LEAST_SPREAD = 64
 """Elements from which on a root mean square says something."""
+DRAWN_WITHIN = 3.3
+"""Largest difference of a drawn distribution from its own, times the root of draws: 1 honest row in 10^9 exceeds it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +70,8 @@ def hold(
             outcome.error_ratio, outcome.words = math.inf, f"expected {len(wanted)} outputs, found {len(outputs)}"
         elif isinstance(want, Within):
             _within(outputs[number], want, outcome)
+        elif isinstance(want, Drawn):
+            _drawn(outputs[number], want, outcome)
         else:
             _valued(outputs[number], want, arithmetic, outcome)
 
@@ -98,6 +102,7 @@ def _valued(actual: Tensor, want: Want, arithmetic: Arithmetic, outcome: Outcome
         budget = budget + want.slack.nan_to_num(0.0, 0.0, 0.0)
     over = expected.abs() + budget >= largest  # may or may not fit the dtype
     alike = (expected.isnan() & found.isnan()) | (expected == found) | (over & (found.abs() >= largest / 2))
+    alike = alike | (found == want.also) if want.also is not None else alike
     odd = ~alike & ~(expected.isfinite() & found.isfinite())
     if bool(odd.any()):
         outcome.nonfinite = max(outcome.nonfinite, int(odd.sum()))
@@ -185,6 +190,32 @@ def _within(actual: Tensor, want: Within, outcome: Outcome) -> None:
         some = f"{allowed[:6]}{'...' if len(allowed) > 6 else ''}"
         outcome.words = outcome.words or f"row {row}: expected one of {some}, found {found[row].tolist()[:6]}"
         outcome.wrong = ~right
+
+
+def _drawn(actual: Tensor, want: Drawn, outcome: Outcome) -> None:
+    """Hold how often each index was drawn against its distribution, the likeliest ones added up first.
+
+    A temperature that is left out moves every index a little, and the likely ones together much.
+    """
+    rows, vocabulary = want.probabilities.shape
+    found = actual.reshape(rows, -1).long()
+    outcome.elements += found.numel()
+    outside = (found < 0) | (found >= vocabulary)
+    draws = found.shape[1]
+    often = torch.zeros(rows, vocabulary, dtype=torch.float64)
+    often.scatter_add_(1, found.clamp(0, vocabulary - 1), torch.ones(found.shape, dtype=torch.float64))
+    order = want.probabilities.argsort(-1, descending=True)
+    p, n = (x.gather(1, order).cumsum(1) for x in (want.probabilities, often))
+    off = (n / draws - p).abs().amax(1)  # Dvoretzky, Kiefer and Wolfowitz, with Massart's constant
+    wrong = int(outside.sum()) + int((off > DRAWN_WITHIN / draws**0.5).sum())
+    if wrong:
+        outcome.wrong_indices = max(outcome.wrong_indices, wrong)
+        row = int(off.argmax())
+        few = int((n[row] / draws - p[row]).abs().argmax())
+        outcome.words = outcome.words or (
+            f"row {row}: the likeliest {few + 1} were drawn {int(n[row, few])} of {draws} times, expected about "
+            f"{float(p[row, few]) * draws:.0f}"
+        )
 
 
 def _tell(outcome: Outcome, wrong: Tensor, actual: Tensor, expected: Tensor, what: str = "element") -> None:

@@ -17,6 +17,8 @@ FULL_WIDTHS = (
     2047, 2048, 2049, 3001, 4096, 4097, 8192, 8193,
 )  # fmt: skip
 """Ends of the blocks that kernels work in, one before, one after, and primes between."""
+LONG_WIDTHS = (16385, 32768, 32771, 65537, 131101)
+"""Rows as long as a vocabulary: beyond what one block holds, beyond 2^15 and 2^16. In the quick profile one of them."""
 QUICK_FORMS = ("contiguous", "strided", "transposed")
 FORMS = ("contiguous", "strided", "transposed", "offset", "sliced")
 ODD_ROWS = 3
@@ -27,6 +29,11 @@ Maker = Callable[[torch.Generator, torch.dtype, int, str, str], Given]
 def widths(full: bool) -> tuple[int, ...]:
     """Return the widths to try."""
     return FULL_WIDTHS if full else QUICK_WIDTHS
+
+
+def long_widths(full: bool, quick: tuple[int, ...] = QUICK_WIDTHS) -> tuple[int, ...]:
+    """Return the widths to try of what is as long as a vocabulary or a context."""
+    return (*FULL_WIDTHS, *LONG_WIDTHS) if full else (*quick, 32771)
 
 
 def sweep(

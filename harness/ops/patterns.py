@@ -90,8 +90,10 @@ def _edge(good: int, bad: int, wrong: Callable[[int], bool]) -> int:
 
 def _places(wrong: Sequence[Outcome]) -> str:
     """Return where in their outputs all wrong cases are wrong, if there is one way to say it."""
-    marks = [o.wrong for o in wrong if o.wrong is not None and o.wrong.dim() and not bool(o.wrong.all())]
-    if not marks or len(marks) < len([o for o in wrong if o.wrong is not None]):
+    known = [o.wrong for o in wrong if o.wrong is not None]
+    known = [mark for mark in known if mark.dim() and mark.shape[-1] > 1] or known  # one column is first and last
+    marks = [mark for mark in known if mark.dim() and not bool(mark.all())]
+    if not marks or len(marks) < len(known):
         return ""
     found: set[str] | None = None
     for mark in marks:

@@ -102,6 +102,12 @@ def _softplus(u: Units, x: Tensor) -> Sequence[Want]:
     return _want(value, (2 * u.exp + 4 * u.inside) * value.abs() + 2.1e-9 * (x > 19) + _TINY)
 
 
+def _tanh(u: Units, x: Tensor) -> Sequence[Want]:
+    value = torch.sign(x) * -torch.expm1(-2 * x.abs()) / (1 + (-2 * x.abs()).exp())
+    value = torch.where(x == 0, x, value)
+    return _want(value, (u.exp + 4 * u.inside) * value.abs())
+
+
 def _relu2(u: Units, x: Tensor) -> Sequence[Want]:
     value = torch.where(x > 0, x, torch.where(x.isnan(), x, 0.0 * x.nan_to_num(0.0, 0.0, 0.0))) ** 2
     return _want(value, u.inside * value.abs())
@@ -150,6 +156,7 @@ SPECS = (
     _spec("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh, odd="nan"),
     _spec("softplus", F.softplus, _softplus),
     _spec("sigmoid", torch.sigmoid, _sigmoid_truth, "sigmoid"),
+    _spec("tanh", torch.tanh, _tanh, "tanh"),
     _spec("relu2", relu2, _relu2),
     Spec(
         name="swiglu", family="activations", call=swiglu, truth=_swiglu, source=SOURCE, plain=False,

@@ -20,10 +20,18 @@ _TINY = 2.0**-126
 
 def _pair(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
     """Two tensors; of contents `broadcast` the second has one row, whose stride is 0 over the rows."""
-    rows = 0 if content == "empty" else 3
-    a = values(gen, dtype, (rows, size or 7), content)
-    b = values(gen, dtype, (1 if content == "broadcast" else rows, size or 7), "normal")
+    rows, kind = 0 if content == "empty" else 3, torch.int64 if content == "int64" else dtype
+    a = values(gen, kind, (rows, size or 7), content)
+    b = values(gen, kind, (1 if content == "broadcast" else rows, size or 7), "normal")
+    b = a.clone() if content == "ties" else b
     return Given(args=(lay(a, form), lay(b, "transposed" if form == "strided" else form)))
+
+
+def _picked(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    """A mask, and two tensors to take from; of contents `broadcast` the mask has one column."""
+    a, b = _pair(gen, dtype, size, form, "normal" if content == "broadcast" else content).args
+    shape = (a.shape[0], 1) if content == "broadcast" else tuple(a.shape)
+    return Given(args=(torch.rand(shape, generator=gen) < 0.5, a, b))
 
 
 def _single(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
@@ -48,8 +56,34 @@ def _rounded(formula: Callable[..., Tensor], roundings: float, exp: float = 0.0)
     return truth
 
 
+def _same(formula: Callable[..., Tensor]) -> Callable[..., Sequence[Want]]:
+    return lambda u, *args: [Want(value=formula(*args), exact=True)]
+
+
+def _scaled_truth(u: Units, x: Tensor) -> Sequence[Want]:
+    return [Want(value=x * FACTOR, slack=2 * 2.0**-24 * x.abs() + u.inside * (x * FACTOR).abs())]
+
+
 def _square_truth(u: Units, x: Tensor) -> Sequence[Want]:
     return [Want(value=x * x, slack=u.inside * x * x + _TINY)]
+
+
+def _greater(a: Tensor, b: Tensor) -> Tensor:
+    if not a.is_floating_point():
+        return a * (a >= b) + b * (a < b)
+    return torch.where(a.isnan(), a, torch.where((b > a) | b.isnan(), b, a))
+
+
+def _taken(mask: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    mask, out = mask.expand(a.shape), b.expand(a.shape).clone()
+    out[mask] = a[mask]
+    return out
+
+
+def _clamped(x: Tensor) -> Tensor:
+    out = x.clone()
+    out[x < LEAST], out[x > MOST] = LEAST, MOST
+    return out
 
 
 def _rooted(u: Units, x: Tensor) -> Sequence[Want]:
@@ -58,7 +92,11 @@ def _rooted(u: Units, x: Tensor) -> Sequence[Want]:
     return [Want(value=value, slack=(4 * u.inside + 1.01 * u.out) * value)]
 
 
+FACTOR = 0.70710678
+"""A number that no narrow dtype holds: rounded to bfloat16 first, it is off by 1.1e-3 of itself."""
+LEAST, MOST = -1.5, 2.0
 _TWO, _ONE = ("broadcast", "large", "nonfinite", "empty"), ("large", "tiny", "nonfinite", "empty")
+_SUM = (*_TWO, "int64")
 
 SPECS = tuple(
     Spec(
@@ -66,10 +104,16 @@ SPECS = tuple(
         into=into, strided_into=True,
     )
     for name, call, truth, make, contents, into in (
-        ("add", torch.add, _rounded(lambda a, b: a + b, 1), _pair, _TWO, lambda out, a, b: torch.add(a, b, out=out)),
-        ("sub", torch.sub, _rounded(lambda a, b: a - b, 1), _pair, _TWO, None),
+        ("add", torch.add, _rounded(lambda a, b: a + b, 1), _pair, _SUM, lambda out, a, b: torch.add(a, b, out=out)),
+        ("sub", torch.sub, _rounded(lambda a, b: a - b, 1), _pair, _SUM, None),
         ("mul", torch.mul, _rounded(lambda a, b: a * b, 1), _pair, _TWO, lambda out, a, b: torch.mul(a, b, out=out)),
         ("div", torch.div, _rounded(lambda a, b: a / b, 3), _pair, _TWO, None),
+        ("maximum", torch.maximum, _same(_greater), _pair, _SUM, None),
+        ("less", torch.lt, _same(lambda a, b: a < b), _pair, (*_SUM, "ties"), None),
+        ("where", torch.where, _same(_taken), _picked, _SUM, None),
+        ("scale", lambda x: x * FACTOR, _scaled_truth, _single, _ONE, None),
+        ("clamp", lambda x: x.clamp(LEAST, MOST), _same(_clamped), _single, _ONE, None),
+        ("sqrt", torch.sqrt, _rounded(lambda x: x**0.5, 2), _positive, ("large", "tiny", "empty"), None),
         ("neg", torch.neg, _rounded(lambda x: -x, 0), _single, _ONE, None),
         ("square", lambda x: x.pow(2), _square_truth, _single, _ONE, None),
         ("rsqrt", torch.rsqrt, _rooted, _positive, ("large", "empty"), None),

@@ -35,6 +35,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
+def l2_norm(x: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(sum(x^2) + eps), in float32, rounded once."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 def _inputs(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
     rows = 0 if content == "empty" else ODD_ROWS
     width = size or 7
@@ -53,6 +59,15 @@ def _with_bias(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, c
 def _rms_truth(u: Units, x: Tensor, weight: Tensor, eps: float) -> Sequence[Want]:
     value = x * (x.square().mean(-1, keepdim=True) + eps) ** -0.5 * weight
     return [_scaled(u, value, x.shape[-1])]
+
+
+def _l2_truth(u: Units, x: Tensor, eps: float) -> Sequence[Want]:
+    return [_scaled(u, x * (x.square().sum(-1, keepdim=True) + eps) ** -0.5, x.shape[-1])]
+
+
+def _bare(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    x, _, eps = _inputs(gen, dtype, size, form, content).args
+    return Given(args=(x, eps))
 
 
 def _scaled(u: Units, value: Tensor, width: int) -> Want:
@@ -87,10 +102,16 @@ SPECS = (
         cases=lambda full: sweep(_inputs, full=full, sizes=() if full else (7, 129, 1025), contents=("large",)),
     ),
     Spec(
+        name="l2_norm", family="norms", call=l2_norm, truth=_l2_truth, source=SOURCE, plain=False,
+        cases=lambda full: sweep(
+            _bare, full=full, sizes=() if full else (7, 64, 129), contents=("large", "zeros", "nonfinite", "empty")
+        ),
+    ),
+    Spec(
         name="layer_norm", family="norms", call=layer_norm, truth=_layer_truth, source=SOURCE,
         cases=lambda full: sweep(
             _with_bias, full=full, contents=("large", "far from 0", "nonfinite", "empty"),
-            sizes=() if full else (2, 7, 129, 1025, 2049),
+            sizes=() if full else (2, 7, 64, 129, 1024, 1025, 2049),
         ),
     ),
 )  # fmt: skip
