@@ -11,7 +11,10 @@ from torch import Tensor
 
 from harness.ops.case import POISON, Case, Given
 
-QUICK_WIDTHS = (1, 7, 64, 129, 1025, 1531, 2049, 4097)
+QUICK_WIDTHS = (
+    1, 2, 3, 7, 17, 24, 33, 49, 64, 65, 97, 100, 129, 193, 257, 385, 513, 769, 1000, 1025, 1531, 2048, 2049, 3001, 4097,
+)  # fmt: skip
+"""One in each half of the bands between powers of two."""
 FULL_WIDTHS = (
     1, 2, 3, 7, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 509, 512, 513, 1021, 1024, 1025, 1531,
     2047, 2048, 2049, 3001, 4096, 4097, 8192, 8193,
@@ -31,9 +34,9 @@ def widths(full: bool) -> tuple[int, ...]:
     return FULL_WIDTHS if full else QUICK_WIDTHS
 
 
-def long_widths(full: bool, quick: tuple[int, ...] = QUICK_WIDTHS) -> tuple[int, ...]:
+def long_widths(full: bool) -> tuple[int, ...]:
     """Return the widths to try of what is as long as a vocabulary or a context."""
-    return (*FULL_WIDTHS, *LONG_WIDTHS) if full else (*quick, 32771)
+    return (*FULL_WIDTHS, *LONG_WIDTHS) if full else (*QUICK_WIDTHS, 32771)
 
 
 def sweep(

@@ -63,7 +63,7 @@ def _cases(
     make: Callable[..., Given], forms: tuple[str, ...] = (), odd: str = "nonfinite"
 ) -> Callable[[bool], Iterator[Case]]:
     def cases(full: bool) -> Iterator[Case]:
-        sizes = () if full else (1, 129, 1025)
+        sizes = () if full else (1, 7, 63, 129, 1025)
         return sweep(make, full=full, sizes=sizes, contents=("wide", "large", odd, "empty"), forms=forms)
 
     return cases

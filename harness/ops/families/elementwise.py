@@ -45,7 +45,7 @@ def _positive(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, co
 
 
 def _cases(make: Callable[..., Given], contents: tuple[str, ...]) -> Callable[[bool], Iterator[Case]]:
-    return lambda full: sweep(make, full=full, sizes=() if full else (1, 129, 1025), contents=contents)
+    return lambda full: sweep(make, full=full, sizes=() if full else (1, 7, 63, 129, 1025), contents=contents)
 
 
 def _rounded(formula: Callable[..., Tensor], roundings: float, exp: float = 0.0) -> Callable[..., Sequence[Want]]:

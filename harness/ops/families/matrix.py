@@ -47,7 +47,7 @@ def _square(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, cont
 
 
 def _matmul_cases(full: bool) -> Iterator[Case]:
-    sizes = () if full else (1, 7, 64, 129, 1025, 2049)
+    sizes = () if full else (1, 7, 17, 33, 64, 72, 129, 257, 385, 513, 1025, 2049)
     yield from sweep(_pair, full=full, sizes=sizes)
     yield one(_pair, 2, "contiguous", "many rows")
     for size in (1, 2, 8, 16, 17, 33, 64, 65, 127, 128, 129, 257, 513, 1025) if full else (1, 64, 129, 513):
