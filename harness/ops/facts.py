@@ -35,7 +35,7 @@ def operator_facts(adapter: Adapter, setup: Setup, case: Case, options: Mapping[
     `arithmetic` as declared, `failed` (what the model raised when it was run to see what it uses), `seconds`.
     """
     begin, full = time.perf_counter(), bool(options.get("full"))
-    prefill, decode, failed = seen_in(adapter, case, beat)
+    prefill, decode, failed = seen_in(adapter, case, beat, setup.device)
     table: Mapping[str, str | Operator] = getattr(adapter, "operators", dict)()
     arithmetic = parse_arithmetic(getattr(adapter, "arithmetic", {}))
     wanted = prefill.families | (decode.families if decode else set()) if not failed else set(FAMILIES)
@@ -92,7 +92,7 @@ def own_operators(table: Mapping[str, str | Operator]) -> list[Offered]:
     return found
 
 
-def seen_in(adapter: Adapter, case: Case, beat: Beat) -> tuple[Seen, Seen | None, str]:
+def seen_in(adapter: Adapter, case: Case, beat: Beat, device: str = "cpu") -> tuple[Seen, Seen | None, str]:
     """Run one prefill and one decode step; return what they used, and what was raised instead, if anything.
 
     A compiled port is asked to run uncompiled: inside of compiled code no operator is seen.
@@ -107,22 +107,22 @@ def seen_in(adapter: Adapter, case: Case, beat: Beat) -> tuple[Seen, Seen | None
     try:
         inputs = adapter.prepare(case, silent)
         with eager():
-            with watched() as prefill:
+            with watched(device=device) as prefill:
                 adapter.forward(inputs, silent)
-            decode = _one_step(adapter, inputs) if "phases" in found else None
+            decode = _one_step(adapter, inputs, device) if "phases" in found else None
     except Exception as error:  # the side under test may raise anything
         return prefill, decode, f"{type(error).__name__}: {error}"
     return prefill, decode, ""
 
 
-def _one_step(adapter: Any, inputs: Inputs) -> Seen | None:
+def _one_step(adapter: Any, inputs: Inputs, device: str) -> Seen | None:
     length = inputs.token_ids.shape[-1]
     if length < 2:
         return None
     slot = adapter.open()
     try:
         adapter.step(slot, inputs, 0, length - 1, silent)
-        with watched(keep=False) as seen:
+        with watched(keep=False, device=device) as seen:
             adapter.step(slot, inputs, length - 1, length, silent)
     finally:
         adapter.free(slot)

@@ -31,8 +31,8 @@ def shadow_facts(
     """Run the port over parts of a case, operators repeated, and over the whole of it without.
 
     Options: `lengths` (tokens of each prefill), `seconds` (of the shadow's own time). Returns: `operators` {name:
-    calls, compared, worst, unrepeated}, `findings`, `changed` (elements of the logits that differ from a run without
-    a shadow; None where two runs without one differ), `seconds`.
+    calls, compared, worst, unrepeated, large}, `findings`, `changed` (elements of the logits that differ from a run
+    without a shadow; None where two runs without one differ), `seconds`.
     """
     places = Places()
     shadow = Shadow(places, budget_s=float(options["seconds"]), beat=beat)
@@ -84,7 +84,7 @@ def _device_options(setup: Setup) -> dict[str, str]:
 
 def _tallies(found: Found) -> dict[str, Any]:
     return {
-        name: {"calls": t.calls, "compared": t.compared, "worst": t.worst, "unrepeated": t.unrepeated}
+        name: {"calls": t.calls, "compared": t.compared, "worst": t.worst, "unrepeated": t.unrepeated, "large": t.large}
         for name, t in sorted(found.tallies.items())
     }
 

@@ -19,10 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.shadow.calls import Held, flat_bits, held, is_written, mapped, span, tensors_in, whole
 from harness.shadow.places import Places
-from harness.shadow.truth import Judged, NotRepeatable, judge, name_of
+from harness.shadow.truth import PRODUCTS, Judged, NotRepeatable, judge, name_of
 
 MOST_BYTES = 1 << 28
 """Bytes of arguments above which a call is not repeated."""
+MOST_WORK = 1 << 34
+"""Multiplications above which a product is not repeated: four times in float64 it takes a core some ten seconds."""
 MOST_NEIGHBOURS_BYTES = 1 << 26
 """Bytes of a storage that is read as a whole, to see whether a write went beside its view."""
 SUSPECT = 1.0
@@ -53,12 +55,13 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """What was seen of one operator."""
+    """What was seen of one operator. `large`: calls that are more than the CPU repeats in a few seconds."""
 
     calls: int = 0
     compared: int = 0
     worst: float = 0.0
     unrepeated: str = ""
+    large: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +113,8 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tally.unrepeated = "draws random numbers"
         elif any(t.layout is not torch.strided or t.is_conj() or t.is_neg() or t.is_meta for t in given):
             tally.unrepeated = "a layout that is not read"
-        elif sum(span(t) * t.element_size() for t in given) > MOST_BYTES:
+        elif sum(span(t) * t.element_size() for t in given) > MOST_BYTES or _work(name, given) > MOST_WORK:
+            tally.large += 1
             return None
         if tally.unrepeated:
             return None
@@ -182,6 +186,14 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _work(name: str, given: list[Tensor]) -> int:
+    """Return about how many multiplications a product is; of anything else 0."""
+    if name not in PRODUCTS or len(given) < 2:
+        return 0
+    a, b = given[-2:] if name != "_grouped_mm" and name != "convolution" else given[:2]
+    return a.numel() * (b.shape[-1] if name != "convolution" else b.numel() // max(1, b.shape[0]))
 
 
 def _draws(args: Any, kwargs: Any) -> bool:
