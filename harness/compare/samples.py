@@ -40,7 +40,7 @@ def samples_of(*, actual: Tensor, floors: Sequence[Tensor], expected: Tensor, ra
     rows = (ratio > 1).nonzero().reshape(-1)
     if len(floors) < FEWEST_FLOORS or not len(rows):
         return samples
-    shared = shared_of(actual=actual[rows], honest=[f[rows] for f in floors], expected=expected[rows])
+    shared = shared_of(actual=actual, honest=floors, expected=expected, rows=rows)
     beyond = (shared - CHANCE * USUAL / width).nan_to_num(nan=0.0).clamp(min=0)
     samples[rows] = 1 / (1 / width + beyond)
     return samples
