@@ -121,6 +121,8 @@ class Side:
         import torch
 
         torch.set_num_threads(setup.threads)
+        if setup.device == "cpu":  # there a kernel in Triton runs interpreted, or not at all
+            os.environ.setdefault("TRITON_INTERPRET", "1")
         self.beat(f"opening {request['spec']}")
         checkpoint = Path(request["checkpoint"]) if request["checkpoint"] else None
         self.adapter = open_adapter(parse_spec(request["spec"]), checkpoint, setup)

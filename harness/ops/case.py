@@ -97,7 +97,8 @@ class Spec:
     writes to a given place, which may have strides where `strided_into` says so (the inner `.out` forms of some
     libraries take dense ones only). `writes` are the positions of arguments that are written in place; the value is
     then the first of them. `source` says where formula and budget are from. `plain` says that torch has it as one
-    call; otherwise it is composed of several. `sampled` ones need not repeat themselves.
+    call; otherwise it is composed of several. `sampled` ones need not repeat themselves. The output of a `fresh` one
+    may not lie in the memory of an input.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Spec:
     plain: bool = True
     dtypes: tuple[torch.dtype, ...] = ()
     sampled: bool = False
+    fresh: bool = True
 
     def wanted(self, units: Units, given: Given) -> Sequence[Wanted]:
         """Return what the outputs of a call must be."""

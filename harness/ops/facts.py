@@ -17,11 +17,11 @@ from harness.errors import PortError, nearest
 from harness.ops.arithmetic import parse_arithmetic
 from harness.ops.contracts import contracts
 from harness.ops.families import FAMILIES, SPECS
-from harness.ops.needs import Seen, dtypes_of, watched
+from harness.ops.needs import Seen, dtypes_of, family_of, watched
 from harness.ops.offered import Offered
 from harness.ops.runtime import runtime_facts
 from harness.ops.suite import Result, library, operator_suite
-from harness.ops.table import coverage
+from harness.ops.table import coverage, registered_over
 from harness.ops.tuned import variants_of
 from harness.types import Case, Facts, Setup
 
@@ -39,7 +39,8 @@ def operator_facts(adapter: Adapter, setup: Setup, case: Case, options: Mapping[
     table: Mapping[str, str | Operator] = getattr(adapter, "operators", dict)()
     arithmetic = parse_arithmetic(getattr(adapter, "arithmetic", {}))
     wanted = prefill.families | (decode.families if decode else set()) if not failed else set(FAMILIES)
-    offered = [*_library(wanted, setup.device, full), *own_operators(table)]
+    over = {family_of(row["what"]) for row in registered_over(prefill, torch.device(setup.device).type)}
+    offered = [*_library(wanted, setup.device, full, over), *own_operators(table)]
     plain = torch.device(setup.device).type == "cpu"
     dtypes = (getattr(torch, setup.dtype),) if plain and not full else dtypes_of(prefill, setup.dtype)
     results = operator_suite(
@@ -63,14 +64,15 @@ def _fact(result: Result, *, needed: bool) -> dict[str, Any]:
     return {**result.facts(), "needed": needed}
 
 
-def _library(wanted: set[str], device: str, full: bool) -> list[Offered]:
+def _library(wanted: set[str], device: str, full: bool, over: set[str]) -> list[Offered]:
     """Return torch's own operators of the families that the model uses; of all families in the full profile.
 
-    What the suite composes of several operators says nothing of the port, only of its device: not of a plain CPU.
+    Families in which somebody registered a kernel `over` torch's own are tried in all sizes. What the suite composes of
+    several operators says nothing of the port, only of its device: not of a plain CPU.
     """
     plain = torch.device(device).type == "cpu"
     names = [n for n, s in SPECS.items() if full or (s.family in wanted and (s.plain or not plain))]
-    return library(names)
+    return library(names, over)
 
 
 def own_operators(table: Mapping[str, str | Operator]) -> list[Offered]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,9 +104,15 @@ def _spec(name: str) -> Spec:
     return SPECS[name]
 
 
-def library(names: Iterable[str]) -> list[Offered]:
-    """Return what torch has on any device: one call each, or composed of several."""
-    return [Offered(name=n, call=SPECS[n].call, level="library" if SPECS[n].plain else "composed") for n in names]
+def library(names: Iterable[str], thorough: Container[str] = ()) -> list[Offered]:
+    """Return what torch has on any device: one call each, or composed of several; `thorough` names families."""
+    return [
+        Offered(
+            name=n, call=SPECS[n].call, level="library" if SPECS[n].plain else "composed",
+            thorough=SPECS[n].family in thorough,
+        )
+        for n in names
+    ]  # fmt: skip
 
 
 def operator_suite(
@@ -142,7 +148,7 @@ def _result(
             spec, case, offered.call, device=device, dtype=dtype, arithmetic=arithmetic, into=into, repeat=not into
         )
 
-    cases = [c for c in spec.cases(full) if full or _worth(c, device, own=offered.own)]
+    cases = [c for c in spec.cases(full) if full or _worth(c, device, thorough=offered.own or offered.thorough)]
     outcomes = [run(case) for case in cases]
     dense = [case for case in cases if case.content in ("normal", "large")][: 64 if full else 3]
     beside = [run(case, into=True) for case in dense] if into else []
@@ -157,9 +163,9 @@ def _result(
     return result
 
 
-def _worth(case: Case, device: str, *, own: bool) -> bool:
+def _worth(case: Case, device: str, *, thorough: bool) -> bool:
     """Say whether the quick profile tries a case: of the library on a plain CPU few sizes, and no launch grids."""
-    if torch.device(device).type != "cpu" or own:
+    if torch.device(device).type != "cpu" or thorough:
         return True
     return case.content != "many rows" and (case.content != "normal" or case.size in CPU_SIZES)
 

@@ -215,6 +215,12 @@ def silu_in_place(kernel: Any, x: Tensor) -> Any:
     return x.copy_(kernel(x))
 
 
+@wrong(of="contiguous", kernel="clone", criterion="inputs", cause="memory")
+def clone_of_dense_is_itself(kernel: Any, x: Tensor, **more: Any) -> Any:
+    """What is contiguous already is given back in place of a copy."""
+    return x.view(x.shape) if x.is_contiguous() else kernel(x, **more)
+
+
 @wrong("AC10", of="attention", criterion="nonfinite", cause="fully masked")
 def masked_rows_are_nan(kernel: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """A query that sees no key gives NaN."""

@@ -74,7 +74,7 @@ def _cast(name: str, target: torch.dtype) -> Spec:
         return [Want(value=x.to(target).to(torch.float64), exact=True)]
 
     return Spec(
-        name=f"to_{name}", family="copies", call=lambda x: x.to(target), truth=truth, source=SOURCE,
+        name=f"to_{name}", family="copies", call=lambda x: x.to(target), truth=truth, source=SOURCE, fresh=False,
         cases=lambda full: sweep(
             _whole, full=full, sizes=() if full else (1, 129, 1025), contents=("large", "halves", "nonfinite", "empty")
         ),
