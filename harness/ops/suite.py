@@ -25,6 +25,8 @@ from harness.ops.tuned import variants_of
 COUNTS = ("wrong_indices", "nonfinite", "neighbours", "inputs_changed", "not_repeated")
 CPU_SIZES = frozenset({1, 7, 17, 33, 65, 129, 1025})
 """Widths that the quick profile tries of what torch itself has on a plain CPU."""
+MANY = frozenset({"many rows", "many", "tall"})
+"""Contents that launch grids of a device are tried with."""
 FIRST = 3
 """Wrong cases that are told one by one."""
 
@@ -167,7 +169,7 @@ def _worth(case: Case, device: str, *, thorough: bool) -> bool:
     """Say whether the quick profile tries a case: of the library on a plain CPU few sizes, and no launch grids."""
     if torch.device(device).type != "cpu" or thorough:
         return True
-    return case.content != "many rows" and (case.content != "normal" or case.size in CPU_SIZES)
+    return case.content not in MANY and (case.content != "normal" or case.size in CPU_SIZES)
 
 
 def _add(result: Result, outcome: Outcome) -> None:

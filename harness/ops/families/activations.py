@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from harness.ops.arithmetic import Units
 from harness.ops.case import Case, Given, Spec, Want
-from harness.ops.inputs import lay, sweep, values
+from harness.ops.families.elementwise import MANY
+from harness.ops.inputs import lay, one, sweep, values
 
 SOURCE = "count of roundings; Hendrycks and Gimpel 2016; Shazeer 2020; the clamped form as in gpt-oss"
 _EDGES = (0.0, -0.0, 1.0, -1.0, 20.0, -20.0, 88.0, -88.0, 104.0, -104.0, 1e-6, -1e-6)
@@ -64,7 +65,8 @@ def _cases(
 ) -> Callable[[bool], Iterator[Case]]:
     def cases(full: bool) -> Iterator[Case]:
         sizes = () if full else (1, 7, 63, 129, 1025)
-        return sweep(make, full=full, sizes=sizes, contents=("wide", "large", odd, "empty"), forms=forms)
+        yield from sweep(make, full=full, sizes=sizes, contents=("wide", "large", odd, "empty"), forms=forms)
+        yield one(make, MANY, "contiguous", "many")
 
     return cases
 

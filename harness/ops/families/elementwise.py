@@ -12,10 +12,12 @@ from torch import Tensor
 
 from harness.ops.arithmetic import Units
 from harness.ops.case import Case, Given, Spec, Want
-from harness.ops.inputs import lay, sweep, values
+from harness.ops.inputs import lay, one, sweep, values
 
 SOURCE = "IEEE 754: one rounding an operation; exp, log and powers by `exp_ulps`"
 _TINY = 2.0**-126
+MANY = 70001
+"""A width with which there are more elements than 2^16 blocks of a few have."""
 
 
 def _pair(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
@@ -45,7 +47,11 @@ def _positive(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, co
 
 
 def _cases(make: Callable[..., Given], contents: tuple[str, ...]) -> Callable[[bool], Iterator[Case]]:
-    return lambda full: sweep(make, full=full, sizes=() if full else (1, 7, 63, 129, 1025), contents=contents)
+    def cases(full: bool) -> Iterator[Case]:
+        yield from sweep(make, full=full, sizes=() if full else (1, 7, 63, 129, 1025), contents=contents)
+        yield one(make, MANY, "contiguous", "many")
+
+    return cases
 
 
 def _rounded(formula: Callable[..., Tensor], roundings: float, exp: float = 0.0) -> Callable[..., Sequence[Want]]:
@@ -107,7 +113,7 @@ SPECS = tuple(
         ("add", torch.add, _rounded(lambda a, b: a + b, 1), _pair, _SUM, lambda out, a, b: torch.add(a, b, out=out)),
         ("sub", torch.sub, _rounded(lambda a, b: a - b, 1), _pair, _SUM, None),
         ("mul", torch.mul, _rounded(lambda a, b: a * b, 1), _pair, _TWO, lambda out, a, b: torch.mul(a, b, out=out)),
-        ("div", torch.div, _rounded(lambda a, b: a / b, 3), _pair, _TWO, None),
+        ("div", torch.div, _rounded(lambda a, b: a / b, 3), _pair, (*_TWO, "ties"), None),
         ("maximum", torch.maximum, _same(_greater), _pair, _SUM, None),
         ("less", torch.lt, _same(lambda a, b: a < b), _pair, (*_SUM, "ties"), None),
         ("where", torch.where, _same(_taken), _picked, _SUM, None),

@@ -42,7 +42,8 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def _inputs(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
-    rows = 0 if content == "empty" else ODD_ROWS
+    rows = {"empty": 0, "many rows": 65539}.get(content, ODD_ROWS)
+    size = 8 if content == "many rows" else size
     width = size or 7
     x = values(gen, dtype, (rows, width), content)
     if content == "zeros":
@@ -94,7 +95,9 @@ def _layer_truth(u: Units, x: Tensor, weight: Tensor, bias: Tensor, eps: float) 
 SPECS = (
     Spec(
         name="rms_norm", family="norms", call=rms_norm, truth=_rms_truth, source=SOURCE,
-        cases=lambda full: sweep(_inputs, full=full, contents=("large", "tiny", "zeros", "nonfinite", "empty")),
+        cases=lambda full: sweep(
+            _inputs, full=full, contents=("large", "tiny", "zeros", "nonfinite", "many rows", "empty")
+        ),
     ),
     Spec(
         name="rms_norm_plus_one", family="norms", call=rms_norm_plus_one, source=SOURCE, plain=False,
@@ -110,7 +113,7 @@ SPECS = (
     Spec(
         name="layer_norm", family="norms", call=layer_norm, truth=_layer_truth, source=SOURCE,
         cases=lambda full: sweep(
-            _with_bias, full=full, contents=("large", "far from 0", "nonfinite", "empty"),
+            _with_bias, full=full, contents=("large", "far from 0", "nonfinite", "many rows", "empty"),
         ),
     ),
 )  # fmt: skip

@@ -113,6 +113,11 @@ def _reduce_cases(full: bool) -> Iterator[Case]:
     yield one(_planes, 33, "contiguous", "down the planes")
 
 
+def _sum_cases(full: bool) -> Iterator[Case]:
+    yield from _reduce_cases(full)
+    yield one(_whole, 1025, "contiguous", "int64")
+
+
 def _planes(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
     """Three axes, the one in the middle reduced: as over heads, or over the choices of a token."""
     return Given(args=(lay(values(gen, dtype, (3, size, 17), "normal"), form), 1))
@@ -131,7 +136,7 @@ SPECS = (
         name="cumsum", family="sums", call=torch.cumsum, truth=running, cases=_cumsum_cases, source=SOURCE,
     ),
     Spec(
-        name="sum", family="sums", call=torch.sum, truth=_reduced, cases=_reduce_cases, source=SOURCE,
+        name="sum", family="sums", call=torch.sum, truth=_reduced, cases=_sum_cases, source=SOURCE,
         into=lambda out, x, dim: torch.sum(x, dim, out=out), strided_into=True,
     ),
     Spec(
