@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -142,8 +143,7 @@ def _unequal(wrong: Tensor, actual: Tensor, expected: Tensor, outcome: Outcome) 
 def _chosen(outputs: Sequence[Tensor], want: Chosen, outcome: Outcome) -> None:
     """Hold chosen values and indices against the scores: values in order, indices by what they point at."""
     scores = want.scores
-    order = torch.sort(scores, dim=-1, descending=not want.least, stable=True)
-    count = want.count
+    order, count = _order(scores, least=want.least), want.count
     shape = (*scores.shape[:-1], count)
     values, indices = (None, outputs[0]) if want.alone else (outputs[0], outputs[1])
     if want.alone and indices.dim() == scores.dim() - 1:
@@ -151,7 +151,7 @@ def _chosen(outputs: Sequence[Tensor], want: Chosen, outcome: Outcome) -> None:
     if not _same_shape(indices, shape, outcome) or not indices.numel():
         return
     outcome.elements += indices.numel()
-    best = order.values[..., :count]
+    best = torch.gather(scores, -1, order[..., :count])
     inside = (indices >= 0) & (indices < scores.shape[-1])
     pointed = torch.gather(scores, -1, indices.clamp(0, max(0, scores.shape[-1] - 1)).long())
     right = inside & _equal(pointed, best)
@@ -161,7 +161,7 @@ def _chosen(outputs: Sequence[Tensor], want: Chosen, outcome: Outcome) -> None:
         same = torch.nn.functional.pad(ranked.values[..., 1:] == ranked.values[..., :-1], (1, 0))
         twice.scatter_(-1, ranked.indices, same)
     if want.ordered:
-        right &= indices == order.indices[..., :count]
+        right &= indices == order[..., :count]
     wrong = ~right | (twice & right.all(-1, keepdim=True))  # of two equal ones only one is to blame, where any is
     if values is not None:
         off = ~_equal(values.to(best.dtype), best)
@@ -169,7 +169,15 @@ def _chosen(outputs: Sequence[Tensor], want: Chosen, outcome: Outcome) -> None:
             _unequal(off, values, best, outcome)
     if bool(wrong.any()):
         outcome.wrong_indices = max(outcome.wrong_indices, int(wrong.sum()))
-        _tell(outcome, wrong, indices, order.indices[..., :count], what="index")
+        _tell(outcome, wrong, indices, order[..., :count], what="index")
+
+
+def _order(scores: Tensor, *, least: bool) -> Tensor:
+    """Return indices from the best score on, NaN the greatest, equal ones as they lie; not by torch's sort."""
+    x = scores.numpy()
+    nan = np.isnan(x) if scores.is_floating_point() else np.zeros(x.shape, bool)
+    key = np.where(nan, 0, x if least else -x)
+    return torch.from_numpy(np.lexsort((key, nan if least else ~nan), axis=-1))
 
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:

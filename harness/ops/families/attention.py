@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from harness.ops.arithmetic import Units
 from harness.ops.case import Case, Given, Spec, Want
+from harness.ops.families.matrix import times
 from harness.ops.inputs import Maker, lay, one, values
 
 SOURCE = "Vaswani et al. 2017; scores and probabilities rounded once; Higham 3.1 for the sums"
@@ -127,8 +128,8 @@ def _truth(
 ) -> Sequence[Want]:
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    off = ((q.shape[-1] + 4) * u.acc + 2 * u.factor) * (q.abs() @ k.abs().mT) / math.sqrt(q.shape[-1])
+    scores = times(q, k.mT) / math.sqrt(q.shape[-1])
+    off = ((q.shape[-1] + 4) * u.acc + 2 * u.factor) * times(q.abs(), k.abs().mT) / math.sqrt(q.shape[-1])
     off = off + 2 * u.out * scores.abs()
     if cap:
         scores = cap * torch.tanh(scores / cap)
@@ -154,7 +155,8 @@ def _weighed(u: Units, weights: Tensor, off: Tensor, below: Tensor, v: Tensor) -
     depth = torch.where(weights > 0, below.abs(), 0.0)
     relative = off + (weights * off).sum(-1, keepdim=True) + 2 * depth * u.inside + 4 * u.exp
     relative = relative + 2 * u.out + 2 * weights.shape[-1] * u.acc
-    return Want(value=weights @ v, slack=(weights * relative) @ v.abs() + 2.0**-24 * weights.shape[-1] * u.out)
+    slack = times(weights * relative, v.abs()) + 2.0**-24 * weights.shape[-1] * u.out
+    return Want(value=times(weights, v), slack=slack)
 
 
 def _causal_truth(u: Units, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Want]:
