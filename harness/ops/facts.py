@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from harness.adapter import Adapter, Inputs, Operator, capabilities, silent
+from harness.devices import declared
 from harness.errors import PortError, nearest
 from harness.ops.arithmetic import parse_arithmetic
 from harness.ops.contracts import contracts
@@ -37,7 +38,7 @@ def operator_facts(adapter: Adapter, setup: Setup, case: Case, options: Mapping[
     begin, full = time.perf_counter(), bool(options.get("full"))
     prefill, decode, failed = seen_in(adapter, case, beat, setup.device)
     table: Mapping[str, str | Operator] = getattr(adapter, "operators", dict)()
-    arithmetic = parse_arithmetic(getattr(adapter, "arithmetic", {}))
+    arithmetic = parse_arithmetic(declared(adapter, setup))
     wanted = prefill.families | (decode.families if decode else set()) if not failed else set(FAMILIES)
     over = {family_of(row["what"]) for row in registered_over(prefill, torch.device(setup.device).type)}
     offered = [*_library(wanted, setup.device, full, over), *own_operators(table)]

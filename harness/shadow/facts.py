@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from harness.adapter import Adapter, capabilities, silent
+from harness.devices import declared
 from harness.shadow.calls import mapped
 from harness.shadow.evidence import save
 from harness.shadow.mode import Call, Found, Shadow
 from harness.shadow.places import Places
+from harness.shadow.truth import inside_eps
 from harness.types import Case, Facts, Setup
 
 Beat = Callable[[str], None]
@@ -35,7 +37,9 @@ def shadow_facts(
     without a shadow; None where two runs without one differ), `seconds`.
     """
     places = Places()
-    shadow = Shadow(places, budget_s=float(options["seconds"]), beat=beat)
+    shadow = Shadow(
+        places, budget_s=float(options["seconds"]), inside=inside_eps(declared(adapter, setup)), beat=beat
+    )  # fmt: skip
     changed: int | None = 0
     for number, length in enumerate(options["lengths"]):
         part = dataclasses.replace(case, token_ids=tuple(case.token_ids or ())[:length])

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.shadow.calls import Held, flat_bits, held, is_written, mapped, span, tensors_in, whole
 from harness.shadow.places import Places
-from harness.shadow.truth import PRODUCTS, Judged, NotRepeatable, judge, name_of
+from harness.shadow.truth import FLOAT32, PRODUCTS, Judged, NotRepeatable, judge, name_of
 
 MOST_BYTES = 1 << 28
 """Bytes of arguments above which a call is not repeated."""
@@ -75,11 +75,13 @@ class Found:
 
 
 class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Repeats operators while it is entered. `budget_s` bounds its own time."""
+    """Repeats operators while it is entered. `budget_s` bounds its own time; `inside` is what a device computes in."""
 
-    def __init__(self, places: Places, *, budget_s: float, beat: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, places: Places, *, budget_s: float, inside: float = FLOAT32, beat: Callable[[str], None] = lambda _: None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.places, self.budget_s, self.beat = places, budget_s, beat
+        self.places, self.budget_s, self.inside, self.beat = places, budget_s, inside, beat
         self.found, self.phase = Found(), ""
         self._seen: Counter[Any] = Counter()
 
@@ -137,7 +139,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tally = self.found.tallies[operator]
         after = tuple(held(t) for t in tensors_in(result))
         try:
-            judged = judge(func, before[0], before[1], after)
+            judged = judge(func, before[0], before[1], after, self.inside)
         except NotRepeatable as error:
             tally.unrepeated = str(error)
             return
