@@ -110,5 +110,5 @@ def _words(call: Call) -> dict[str, Any]:
         "operator": call.operator, "kind": judged.kind, "ratio": judged.ratio, "wrong": judged.wrong,
         "count": judged.count, "at": judged.at, "actual": judged.actual, "expected": judged.expected,
         "module": call.module, "tap": call.tap, "site": call.site, "phase": call.phase, "number": call.number,
-        "inputs": inputs,
+        "part": call.part, "inputs": inputs,
     }  # fmt: skip

@@ -92,6 +92,8 @@ def _told(finding: Mapping[str, Any]) -> dict[str, Any]:
         f"{finding['count']} is {finding['actual']}, on the CPU {finding['expected']}; "
         f"given {'; '.join(finding['inputs'])}; in {finding['times']} of the repeated calls"
     )
+    if finding["part"]:
+        message += f"; these are {finding['part']}, which alone need not come out the same"
     if finding["saved"]:
         message += f"; replay it: python {finding['saved']}/replay.py"
     return {"message": message, "module": finding["module"], "saved": finding["saved"]}
