@@ -72,7 +72,7 @@ def _fp8_inputs(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, 
         x = ((2 * torch.arange(3 * size) + 1) * 2.0**-4).view(3, size).clamp(max=31 / 16)
         x = (x * 2.0 ** -torch.arange(3.0)[:, None] * 2.0**-5).to(dtype)
         return Given(args=(lay(x, form),))
-    return Given(args=(lay(x * (1 if content == "large" else 2.0**-4), form),))
+    return Given(args=(lay(x * {"large": 1, "beyond": 2.0**16}.get(content, 2.0**-4), form),))
 
 
 def _rounded(x: Tensor, mantissa: int, bias: int, largest: float) -> Tensor:
@@ -193,8 +193,8 @@ def _spec(
 
 
 SPECS = (
-    _spec("to_fp8", to_fp8, _fp8, _fp8_inputs, "large", "halves", "empty"),
-    _spec("to_e5m2", to_e5m2, _e5m2, _fp8_inputs, "large", "halves", "empty"),
+    _spec("to_fp8", to_fp8, _fp8, _fp8_inputs, "large", "beyond", "halves", "empty"),
+    _spec("to_e5m2", to_e5m2, _e5m2, _fp8_inputs, "large", "beyond", "halves", "empty"),
     _spec("to_int8", to_int8, _int8_truth, _int8_inputs, "halves", "empty"),
     _spec("from_int8", from_int8, _from_int8_truth, _int8_codes),
     _spec("from_nvfp4", from_nvfp4, _nvfp4_truth, _nvfp4),
