@@ -286,9 +286,11 @@ def _peak(side: Callable[[Path], object], folder: Path) -> float:
 
     watcher = threading.Thread(target=look)
     watcher.start()
-    side(folder)
-    over.set()
-    watcher.join()
+    try:
+        side(folder)
+    finally:  # a side that refuses must not leave its watcher running
+        over.set()
+        watcher.join()
     return max(seen) - before
 
 

@@ -7,6 +7,8 @@
 Most out-of-tree backends name themselves in torch's own entry points (`torch.backends`) and are there once torch is
 imported. What costs something to enable (a build) has an entry point here instead, which is called where a SPEC asks
 for it, with the options whose names begin with `device_`, as text.
+
+How a device rounds may be said in the SPEC, too (`arithmetic_accumulate=bfloat16`): `declared` gives it as words.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+from collections.abc import Mapping
 from typing import Any
 
 from harness.errors import Day0Error, SpecError, nearest
@@ -22,6 +25,7 @@ from harness.types import Setup
 GROUP = "day0.devices"
 PREFIX = "device_"
 PLUGIN = "plugin"
+ARITHMETIC = "arithmetic_"
 
 
 def enabled(setup: Setup) -> Setup:
@@ -32,7 +36,7 @@ def enabled(setup: Setup) -> Setup:
     """
     kind = setup.device.partition(":")[0]
     own = {key.removeprefix(PREFIX): value for key, value in setup.options.items() if key.startswith(PREFIX)}
-    rest = {k: v for k, v in setup.options.items() if not k.startswith(PREFIX) and k != PLUGIN}
+    rest = {k: v for k, v in setup.options.items() if not k.startswith((PREFIX, ARITHMETIC)) and k != PLUGIN}
     if PLUGIN in setup.options:
         _imported(setup.options[PLUGIN], setup.device)
     known = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
@@ -48,6 +52,12 @@ def enabled(setup: Setup) -> Setup:
     if setup.device != "cpu":
         _taken(setup.device, [*known, "cpu", "cuda"])
     return dataclasses.replace(setup, options=rest)
+
+
+def declared(adapter: Any, setup: Setup) -> Mapping[str, str]:
+    """Return how a port's device computes, in the words of `harness.ops.arithmetic`: as the port says, or the SPEC."""
+    said = {k.removeprefix(ARITHMETIC): v for k, v in setup.options.items() if k.startswith(ARITHMETIC)}
+    return {**getattr(adapter, "arithmetic", {}), **said}
 
 
 def _imported(package: str, device: str) -> None:

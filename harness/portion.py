@@ -12,11 +12,11 @@ from pathlib import Path
 
 from harness.checkpoint import open_checkpoint
 from harness.checkpoint.cut import Plan, Told, plan_cut, write_cut
+from harness.checkpoint.needed import size
 from harness.config import Config
 from harness.errors import UsageError
 from harness.plan import cache_folder, reference_named
 from harness.plugins import Spec, default_checkpoint, parse_spec
-from harness.report.inspection import size
 from harness.unreleased import lists_of, plan_random
 
 LOG_EVERY_S = 10.0

@@ -62,6 +62,7 @@ class Side:
         self.adapter: Any = None
         self.bench: Any = None
         self.benches: list[Any] = []
+        self.tokens = 1
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do what a request asks and return the reply; whatever the port raises becomes part of the reply."""
@@ -77,20 +78,23 @@ class Side:
 
     def _planned(self) -> str:
         """Return the plan of memory in words, to stand beside the word that it ran out."""
-        from harness.checkpoint import open_checkpoint, planned_bytes
+        from harness.checkpoint import needed_words, open_checkpoint
         from harness.errors import CheckpointError
 
         checkpoint = getattr(self, "created", {}).get("checkpoint")
+        if not checkpoint:
+            return ""
         try:
-            needed = planned_bytes(open_checkpoint(Path(checkpoint)), self.setup.dtype) if checkpoint else 0
+            words = needed_words(open_checkpoint(Path(checkpoint)), self.setup.dtype, self.tokens)
         except CheckpointError:
             return ""
-        if not needed:
-            return ""
-        return (
-            f"; planned are {needed} bytes to load it in {self.setup.dtype} on {self.setup.device}, beside caches "
-            f"and activations (day0 inspect {checkpoint} --card-gib N plans them for a card)"
-        )
+        own = getattr(self.bench, "load_facts", {})
+        told = {
+            "planned_bytes": "the port's own plan of its load",
+            "window_bytes": "a window that weights pass through",
+        }
+        more = "".join(f"; {what}: {own[key]} bytes" for key, what in told.items() if own.get(key))
+        return f"; {words}{more} (day0 inspect {checkpoint} --card-gib N plans other cards and layouts)"
 
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Open the adapter without loading weights, and say what it claims."""
@@ -117,6 +121,8 @@ class Side:
         import torch
 
         torch.set_num_threads(setup.threads)
+        if setup.device == "cpu":  # there a kernel in Triton runs interpreted, or not at all
+            os.environ.setdefault("TRITON_INTERPRET", "1")
         self.beat(f"opening {request['spec']}")
         checkpoint = Path(request["checkpoint"]) if request["checkpoint"] else None
         self.adapter = open_adapter(parse_spec(request["spec"]), checkpoint, setup)
@@ -152,6 +158,7 @@ class Side:
 
         run = from_json(Run, request["run"])
         self.beat(f"{run.id} starting")
+        self.tokens = len(run.case.token_ids or ()) + run.case.max_new_tokens if run.case else 1
         expected = self._source(request.get("expected"))
         trace = execute(bench or self.bench, run, pins=self._pins(request, run), expected=expected)
         save_trace(Path(request["out"]), replace(trace, provenance={**request.get("provenance", {}), **made()}))

@@ -18,6 +18,7 @@ from harness.errors import SpecError, nearest
 NAME = "pocket"
 BREAKS = (
     "strided_read", "topk_last", "softmax_band", "blit_neighbours", "matmul_tail", "cumsum_narrow", "stale_pinned",
+    "leaky_free", "sticky_peak", "oom_counts",
 )  # fmt: skip
 """Defects that it can be told to have, in the order of their bits in `pocket.h`."""
 OPTIONS = {"cards": "2", "gib": "4", "breaks": ""}

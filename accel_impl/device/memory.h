@@ -30,7 +30,7 @@ void release(void* context) {
   {
     std::lock_guard<std::mutex> guard(state().lock);
     auto& stats = state().cards[block->card].stats;
-    stats.allocated_bytes[0].decrease(block->bytes);
+    if (!broken(kLeakyFree)) stats.allocated_bytes[0].decrease(block->bytes);
     stats.reserved_bytes[0].decrease(block->bytes);
     stats.active_bytes[0].decrease(block->bytes);
     stats.allocation[0].decrease(1);
@@ -52,6 +52,7 @@ struct Memory final : c10::DeviceAllocator {
       const auto used = static_cast<size_t>(stats.allocated_bytes[0].current);
       if (used + bytes > held.cap) {
         stats.num_ooms += 1;
+        if (broken(kOomCounts)) stats.allocated_bytes[0].increase(kGranule);
         TORCH_CHECK_WITH(
             OutOfMemoryError, false, "pocket:", static_cast<int>(card), " is out of memory: ", bytes,
             " bytes were asked for, the card holds ", held.cap, " bytes, of which ", used, " are allocated (at most ",
@@ -82,7 +83,7 @@ struct Memory final : c10::DeviceAllocator {
     each(card, [](auto& stat) { stat.reset_accumulated(); });
   }
   void resetPeakStats(c10::DeviceIndex card) override {
-    each(card, [](auto& stat) { stat.reset_peak(); });
+    if (!broken(kStickyPeak)) each(card, [](auto& stat) { stat.reset_peak(); });
   }
   // Not marked as an override: older versions of the interface have no such member.
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex card) {

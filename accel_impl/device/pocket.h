@@ -27,6 +27,9 @@ enum Break : uint64_t {
   kMatmulTail = 1 << 4,       // the last, partial block of the inner dimension is left out
   kCumsumNarrow = 1 << 5,     // running sums are rounded to bfloat16 at every step
   kStalePinned = 1 << 6,      // synchronising does not wait for non-blocking copies from pinned memory
+  kLeakyFree = 1 << 7,        // what is freed stays counted as allocated
+  kStickyPeak = 1 << 8,       // resetting the peak leaves it as it is
+  kOomCounts = 1 << 9,        // what was refused stays counted as allocated
 };
 
 struct Card {

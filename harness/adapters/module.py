@@ -184,6 +184,18 @@ class ModuleAdapter:
         """Run every layer as it was before it was compiled."""
         return forwards(self._eager)
 
+    # --- operators ---
+
+    def __getattr__(self, name: str) -> Any:
+        """Give what a module itself says of its operators: `operators()` and `arithmetic` (`harness.adapter`)."""
+        if name in ("operators", "arithmetic"):
+            loaded = self.__dict__.get("_loaded")
+            module = loaded.module if loaded is not None else self.__dict__.get("_source")
+            said = getattr(type(module), name, None)  # of its class: a part of a model may have such a name too
+            if isinstance(module, nn.Module) and (callable(said) or isinstance(said, Mapping)):
+                return getattr(module, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     # --- weights ---
 
     def weights(self) -> Iterator[Weight]:

@@ -6,6 +6,7 @@ from harness.checkpoint.fact import WeightFact
 from harness.checkpoint.facts import audit_facts, checkpoint_facts
 from harness.checkpoint.formats import Logical, decode, format_problems, logical_tensors
 from harness.checkpoint.header import Problem, TensorRef
+from harness.checkpoint.needed import needed_words
 from harness.checkpoint.plan import MemoryPlan, memory_plan, planned_bytes, window_plan
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "format_problems",
     "logical_tensors",
     "memory_plan",
+    "needed_words",
     "open_checkpoint",
     "planned_bytes",
     "window_plan",

@@ -15,12 +15,13 @@ from harness.compare.equivalent import in_one_order, moved_factors, suspects
 from harness.compare.exact import compare_exact
 from harness.compare.isolation import not_isolated
 from harness.compare.logits import compare_logits
+from harness.compare.samples import samples_of
 from harness.compare.sides import Sides, sides_of
 from harness.compare.slices import further_slices, grid_of, rank_slices
 from harness.compare.slopes import Slope, expert_slopes, parts_of, slopes_of
 from harness.compare.structure import Effect, effects_of, token_ratios
 from harness.compare.subject import Scene, Views, measured, number, problem, promised, shapes_differ
-from harness.compare.values import error_ratios, median_ratio
+from harness.compare.values import Ratio, error_ratios, median_ratio
 from harness.taps import DECISION_KINDS, EXACT_KINDS, level_of
 from harness.types import Failure, Measurement, Run, Scope, Tap, Trace
 
@@ -170,9 +171,11 @@ def _values(scene: Scene, views: Views, decisions: Mapping[str, Decision]) -> li
         ratio = median_ratio(token=sides.errors.error[0], floor=sides.floor)
         return [number(scene, sides.tap, "accumulated_ratio", ratio, len(sides.rows))]
     buckets = int(scene.run.options.get("buckets", BUCKETS))
+    by_token = token_ratios(sides)
+    samples = samples_of(actual=sides.actual, floors=sides.floors, expected=sides.expected, ratio=by_token)
     ratios = error_ratios(
-        token=sides.errors.error[0], channel=sides.errors.column[0], floor=sides.floor, heads=sides.heads,
-        tokens=sides.tokens, rows=sides.rows, buckets=buckets,
+        token=sides.errors.error[0], channel=sides.errors.column[0], floor=sides.floor, samples=samples,
+        heads=sides.heads, tokens=sides.tokens, rows=sides.rows, buckets=buckets,
     )  # fmt: skip
     total, width = views.oracle.numel() // sides.expected.shape[1], sides.expected.shape[1]
     if sides.tokens:
@@ -180,10 +183,10 @@ def _values(scene: Scene, views: Views, decisions: Mapping[str, Decision]) -> li
             ranks=scene.run.layout.tp, rows=len(sides.rows), channel=sides.errors.column[0], floor=sides.floor.channel
         )
         ratios += further_slices(
-            run=scene.run, tap=sides.tap, rows=sides.rows, total=total, width=width, token=token_ratios(sides),
+            run=scene.run, tap=sides.tap, rows=sides.rows, total=total, width=width, token=by_token, samples=samples,
             grid=grid_of(scene.oracle),
         )  # fmt: skip
-    found = [number(scene, sides.tap, "error_ratio", r.value, r.n, **_slice(r.slice, r.at)) for r in ratios]
+    found = [_ratio(scene, sides.tap, r) for r in ratios]
     if not sides.tokens or sides.tap.kind != "hidden":
         return found
     found += [_effect(scene, sides.tap, e) for e in effects_of(sides)]
@@ -192,6 +195,11 @@ def _values(scene: Scene, views: Views, decisions: Mapping[str, Decision]) -> li
     if parts is not None and len(parts[0]) == total:
         slopes += expert_slopes(sides, parts=parts[0], owner=parts[1])
     return found + [_slope(scene, sides.tap, s) for s in slopes]
+
+
+def _ratio(scene: Scene, tap: Tap, ratio: Ratio) -> Measurement:
+    told = number(scene, tap, "error_ratio", ratio.value, ratio.n, **_slice(ratio.slice, ratio.at))
+    return replace(told, detail={"message": ratio.says}) if ratio.says else told
 
 
 def _slope(scene: Scene, tap: Tap, slope: Slope) -> Measurement:

@@ -5,12 +5,14 @@ Knows runs and named axes; must not know limits.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from harness.compare.samples import FEWEST_IN_A_MEAN, of_means, worst_of
 from harness.compare.values import SMALLEST_SLICE, Ratio
 from harness.types import Run, Tap, Trace
 
@@ -22,29 +24,33 @@ Sets = tuple[tuple[str, ...], tuple[str, ...], Tensor]
 
 
 def further_slices(
-    *, run: Run, tap: Tap, rows: Tensor, total: int, width: int, token: Tensor, grid: Sequence[Sequence[int]]
-) -> list[Ratio]:
+    *, run: Run, tap: Tap, rows: Tensor, total: int, width: int, token: Tensor, samples: Tensor,
+    grid: Sequence[Sequence[int]],
+) -> list[Ratio]:  # fmt: skip
     """Return the worst mean ratio of the sets of rows that a run's calls, its layout or its pictures make.
 
     Of sets of one kind and about one size the worst is returned, since a limit depends on the size.
-    Shapes: rows [N] are those of `total` rows that are compared, token [N] their error ratios. `grid` holds (frames,
-    height, width) of each picture in patches.
+    Shapes: rows [N] are those of `total` rows that are compared, token [N] their error ratios, samples [N] the
+    independent numbers behind them. `grid` holds (frames, height, width) of each picture in patches.
     """
     pictures = tuple(tuple(int(x) for x in g) for g in grid) if tap.name.startswith("vision.") else ()
     spans = tuple(run.steps) if run.kind == "steps" else ()
     kinds, labels, member = _sets(spans, run.layout.sp, total, pictures)
     member = member[:, rows]
     size = member.sum(dim=1)
-    mean = (member.to(torch.float64) @ token) / size.clamp(min=1)
-    worst: dict[tuple[str, int], Ratio] = {}
-    for kind, label, count, value in zip(kinds, labels, size.tolist(), mean.tolist(), strict=True):
-        if count < 2 or count * width < SMALLEST_SLICE or count == len(rows):
-            continue
-        part = round(len(rows) / count)
-        known = worst.get((kind, part))
-        if known is None or value > known.value or value != value:
-            worst[kind, part] = Ratio(slice=kind, value=value, n=count * width, at=label)
-    return list(worst.values())
+    told = (size >= FEWEST_IN_A_MEAN) & (size * width >= SMALLEST_SLICE) & (size < len(rows))
+    mean, inverse = (member.to(torch.float64) @ torch.stack([token, 1 / samples], dim=1)).unbind(dim=1)
+    mean, independent = mean / size.clamp(min=1), of_means(size, inverse)
+    alike: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for place in told.nonzero().reshape(-1).tolist():
+        alike[kinds[place], round(len(rows) / int(size[place]))].append(place)
+    found = []
+    for (kind, _), places in alike.items():
+        counted = size[places] * width
+        for i, n in worst_of(mean[places], independent[places], counted):
+            value, at = float(mean[places[i]]), labels[places[i]]
+            found.append(Ratio(slice=kind, value=value, n=n, at=at, counted=int(counted[i])))
+    return found
 
 
 @lru_cache(maxsize=256)

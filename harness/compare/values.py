@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.compare.samples import FEWEST_IN_A_MEAN, of_means, worst_of
 from harness.metrics.real import Errors, errors_of
 
 SMALLEST_SLICE = 16
@@ -26,12 +27,24 @@ EXPECTED_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """The worst error ratio of one kind of slice. `at` is its index (a range for positions), `n` its elements."""
+    """The worst error ratio of one kind of slice. `at` is its index (a range for positions), `n` the independent
+    numbers behind it, at most its elements (`counted`, if they are more).
+    """
 
     slice: str
     value: float
     n: int
     at: Any = None
+    counted: int = 0
+
+    @property
+    def says(self) -> str:
+        """Return why n is far less than the count, or nothing."""
+        if 2 * self.n > self.counted:
+            return ""
+        return (
+            f"{self.counted} elements count as {self.n}: honest runs differ along this error, which is so many numbers"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,23 +96,27 @@ def least_of(dtype: torch.dtype) -> float:
 
 
 def error_ratios(
-    *, token: Tensor, channel: Tensor, floor: Floor, heads: int, tokens: bool, rows: Tensor, buckets: int
-) -> list[Ratio]:
+    *, token: Tensor, channel: Tensor, floor: Floor, samples: Tensor, heads: int, tokens: bool, rows: Tensor,
+    buckets: int,
+) -> list[Ratio]:  # fmt: skip
     """Return the worst ratio of every kind of slice that is large enough.
 
     R = ||accel - oracle|| / floor, by token; that of the whole, and of a stretch of positions, is the mean over tokens,
     so that one outlier neither hides nor fakes the rest.
-    Shapes: token [T] and channel [E] hold the port's squared errors, the latter weighted as the floor's; rows [T] the
-    token index of each row.
+    Shapes: token [T] and channel [E] hold the port's squared errors, the latter weighted as the floor's; samples [T]
+    the independent numbers behind a token's error, rows [T] the token index of each row.
     """
     count, width = len(token), len(channel)
     if not tokens:
         return [Ratio(slice="whole", value=_ratio(float(token.sum()), floor.whole), n=count * width)]
     by_token = _ratios(token, floor.token)
-    ratios = [Ratio(slice="whole", value=float(by_token.mean()), n=count * width)]
+    whole = of_means(torch.tensor(count), (1 / samples).sum())
+    ratios = [Ratio(slice="whole", value=float(by_token.mean()), n=max(1, round(float(whole))), counted=count * width)]
     if width >= SMALLEST_SLICE:
-        ratios.append(_worst("token", by_token, width, rows))
-    ratios += _positions(by_token, width, rows, buckets)
+        for place, n in worst_of(by_token, samples, torch.full_like(samples, width)):
+            at = int(rows[place])
+            ratios.append(Ratio(slice="token", value=float(by_token[place]), n=n, at=at, counted=width))
+    ratios += _positions(by_token, samples, width, rows, buckets)
     if heads > 1 and count * (width // heads) >= SMALLEST_SLICE:
         by_head = _ratios(channel.reshape(heads, -1).sum(dim=1), floor.channel.reshape(heads, -1).sum(dim=1))
         ratios.append(_worst("head", by_head, count * (width // heads)))
@@ -108,21 +125,26 @@ def error_ratios(
     return ratios
 
 
-def _positions(token_ratio: Tensor, width: int, rows: Tensor, buckets: int) -> list[Ratio]:
+def _positions(by_token: Tensor, samples: Tensor, width: int, rows: Tensor, buckets: int) -> list[Ratio]:
     """Return the worst mean ratio of consecutive buckets of equally many tokens.
 
     The mean of ratios, not the ratio of norms: one ill-conditioned token is the token slice's business, and must not
     stand for its neighbours.
     """
     count = int(rows.numel())
-    buckets = min(buckets, count, count * width // SMALLEST_SLICE)
+    buckets = min(buckets, count // FEWEST_IN_A_MEAN, count * width // SMALLEST_SLICE)
     if buckets < 2:
         return []
     which, size = _stretches(count, buckets)
-    mean = torch.zeros(buckets, dtype=torch.float64).index_add_(0, which, token_ratio) / size
-    place = int(mean.argmax())
-    at = span_of(rows, buckets, place)
-    return [Ratio(slice="position", value=float(mean[place]), n=int(size.min()) * width, at=at)]
+    mean, inverse = torch.zeros(2, buckets, dtype=torch.float64).index_add_(
+        1, which, torch.stack([by_token, 1 / samples])
+    )  # fmt: skip
+    mean, counted = mean / size, size * width
+    found = []
+    for place, n in worst_of(mean, of_means(size, inverse), counted):
+        value, at = float(mean[place]), span_of(rows, buckets, place)
+        found.append(Ratio(slice="position", value=value, n=n, at=at, counted=int(counted[place])))
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -143,10 +165,10 @@ def _ratios(error: Tensor, floor: Tensor) -> Tensor:
     return torch.where(torch.isnan(floor), torch.nan, ratio)
 
 
-def _worst(name: str, ratio: Tensor, n: int, index: Tensor | None = None) -> Ratio:
-    """Return the largest ratio and its place (its entry of `index`); a NaN anywhere is the largest."""
+def _worst(name: str, ratio: Tensor, n: int) -> Ratio:
+    """Return the largest ratio and its place; a NaN anywhere is the largest."""
     place = int(ratio.argmax())
-    return Ratio(slice=name, value=float(ratio[place]), n=n, at=place if index is None else int(index[place]))
+    return Ratio(slice=name, value=float(ratio[place]), n=n, at=place)
 
 
 def _ratio(error: float, floor: float) -> float:

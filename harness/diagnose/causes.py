@@ -228,13 +228,13 @@ def _pattern(tap: str, failing: Sequence[Measurement]) -> str:
 
 def _direct(m: Measurement) -> str:
     """Return what a metric that names its own cause says: of the very values, of its subject, or in general."""
+    if m.subject.startswith("operators."):
+        return f"{DIRECT[m.metric]}; {m.detail['pattern']}" if m.detail.get("pattern") else DIRECT[m.metric]
     pattern = held(m.detail) or (joined(m.detail) if m.metric == "provenance_mismatches" else "")
     if pattern:
         return f"memory holds {pattern}"
     if m.metric == "weight_mismatches" and m.detail.get("source") and m.detail.get("match") == "content":
         return f"memory holds other values where {m.detail['source']} belongs: a scale, a decoder, or never written"
-    if m.subject.startswith("operators.") and m.detail.get("pattern"):
-        return f"{DIRECT[m.metric]}; {m.detail['pattern']}"
     return AT.get(m.subject, DIRECT[m.metric])
 
 

@@ -149,7 +149,7 @@ def _finding(place: Place, modules: Mapping[str, str], reproduce: str) -> Findin
     ratios = [m.value for _, m in place.failing if m.metric == "error_ratio" and m.value is not None]
     return Finding(
         tap=place.tap,
-        module=_module(place.tap, modules),
+        module=_module(place.tap, modules) or str(worst.detail.get("module", "")),
         op=unit_of(place.tap).rsplit(".", 1)[-1] if not place.tap.startswith("inputs.") else "input",
         cause=cause_of(place.tap, [m for _, m in place.failing[: place.own]]),
         message=_sentence(criterion, worst),

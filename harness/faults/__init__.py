@@ -8,6 +8,7 @@ from harness.faults import (
     caches,
     experts,
     harmless,
+    kernels,
     numbers,
     pictures,
     selection,
@@ -20,6 +21,6 @@ from harness.faults.catalogue import TABLE, Injection, NoPlace
 from harness.faults.parts import Parts
 
 __all__ = [
-    "TABLE", "Injection", "NoPlace", "Parts", "attention", "caches", "experts", "harmless", "numbers", "pictures",
-    "selection", "states", "taps", "taps_beyond", "weights",
+    "TABLE", "Injection", "NoPlace", "Parts", "attention", "caches", "experts", "harmless", "kernels", "numbers",
+    "pictures", "selection", "states", "taps", "taps_beyond", "weights",
 ]  # fmt: skip

@@ -16,6 +16,9 @@ from harness.faults import TABLE, models
 from harness.faults.bench import Proof, Row, prove
 from harness.faults.catalogue import Injection
 from harness.faults.jobs import jobs_at_once, rows_of
+from harness.faults.kernels import VIA
+from harness.faults.kernels.prove import NAME as OPERATORS
+from harness.faults.kernels.prove import prove_kernels
 from harness.faults.lab import Subject, make_lab
 from harness.faults.pending import PENDING
 from harness.faults.table import as_data, failed, line, markdown
@@ -24,10 +27,11 @@ from harness.plugins import default_checkpoint, parse_spec
 BUILTIN = "builtin"
 ARCHITECTURES = (
     BUILTIN, "llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "kimi_linear", "qwen3_next", "glm5_next",
-    "inkling2", "qwen3_vl_moe",
+    "inkling2", "qwen3_vl_moe", OPERATORS,
 )  # fmt: skip
-SAMPLED = ("gpt_oss", "deepseek_v32", "kimi_linear", "qwen3_vl_moe", BUILTIN)
-"""Architectures of a sample: sinks and windows, sparse, recurrent, pictures, and a port that is no module."""
+SAMPLED = ("gpt_oss", "deepseek_v32", "kimi_linear", "qwen3_vl_moe", BUILTIN, OPERATORS)
+"""Architectures of a sample: sinks and windows, sparse, recurrent, pictures, a port that is no module; and operators
+alone, which are no architecture: kernels are exchanged before the operator suite, each of which is tried."""
 SAMPLE = {"fault": 7, "benign": 1}
 """Injections of a sample for each of them, of those that have a place there."""
 
@@ -50,6 +54,10 @@ def run(
             words = ["--seed", str(seed), *(["--all"] if everything else []), *(["--only", only] if only else [])]
             rows = rows_of(names, words, at_once=at_once, scratch=Path(scratch), say=say)
         for name in names if at_once == 1 else ():
+            if name == OPERATORS:
+                rows += prove_kernels(_operators(wanted), lambda row: say(line(row)))
+                _write(rows, out, json_file, about)
+                continue
             subject = _subject(name, Path(scratch), seed)
             for chosen in _chosen(name, wanted, everything, seed):
                 said = ", ".join(f"{key} {value}" for key, value in chosen[0].declares.items())
@@ -65,7 +73,11 @@ def run(
 
 def _way(name: str) -> str:
     """Return how injections get into an architecture's port."""
-    return "taps" if name == BUILTIN else "module"
+    return {BUILTIN: "taps", OPERATORS: VIA}.get(name, "module")
+
+
+def _operators(wanted: Sequence[Injection]) -> list[Injection]:
+    return [row for row in wanted or TABLE.rows.values() if row.via == VIA]
 
 
 def _chosen(name: str, wanted: Sequence[Injection], everything: bool, seed: int) -> list[list[Injection]]:
@@ -101,11 +113,11 @@ def _architectures(words: str, everything: bool, say: Callable[[str], None]) -> 
             raise UsageError(f"unknown architecture {word!r}{nearest(word, list(ARCHITECTURES))}")
     names = asked or list(ARCHITECTURES if everything else SAMPLED)
     if importlib.util.find_spec("transformers") is None:
-        missing = [n for n in names if n != BUILTIN]
+        missing = [n for n in names if n not in (BUILTIN, OPERATORS)]
         if asked and missing:
             raise UsageError(f"{', '.join(missing)}: needs transformers; pip install 'day0[hf]'")
-        say("transformers is not installed (pip install 'day0[hf]'): only the built-in pair is proved")
-        names = [BUILTIN]
+        say("transformers is not installed (pip install 'day0[hf]'): only the built-in pair and operators are proved")
+        names = [BUILTIN, OPERATORS]
     return names
 
 

@@ -60,7 +60,8 @@ def scores(rows: Sequence[Row]) -> list[Score]:
 
 
 def _common(check: str, faults: Sequence[Row], benign: Sequence[Row]) -> Score:
-    """Return the score of a common check."""
+    """Return the score of a common check, over the rows where it was asked: it compares layers, not operators."""
+    faults, benign = [r for r in faults if r.naive], [r for r in benign if r.naive]
     return Score(
         rule=check,
         right=sum(bool(r.naive.get(check)) for r in faults),
@@ -110,9 +111,14 @@ def _by_injection(rows: Sequence[Row]) -> Table:
         table.add_row(
             group[0].id if group[0].id != group[0].name else "", group[0].name,
             Text(_outcome(group), style="bold red" if worst else STYLES.get(group[0].outcome, "")),
-            *cells, *(f"{sum(bool(r.naive.get(c)) for r in tried)}/{len(tried)}" if tried else "" for c in CHECKS),
+            *cells, *(_common_share(tried, check) for check in CHECKS),
         )  # fmt: skip
     return table
+
+
+def _common_share(tried: Sequence[Row], check: str) -> str:
+    asked = [r for r in tried if r.naive]
+    return f"{sum(bool(r.naive.get(check)) for r in asked)}/{len(asked)}" if asked else ""
 
 
 def grouped(rows: Sequence[Row]) -> list[list[Row]]:

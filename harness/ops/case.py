@@ -20,13 +20,14 @@ class Want:
     """What one output must be. `value` in float64, or exact integers; `slack` bounds errors before the last rounding.
 
     `spread` is the error to be expected of a sum whose roundings are independent (root mean square); None: not judged.
-    `exact` wants the same bits, so no slack counts.
+    `exact` wants the same bits, so no slack counts. `also` is what is as right, where there is a choice.
     """
 
     value: Tensor
     slack: Tensor | None = None
     spread: Tensor | None = None
     exact: bool = False
+    also: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,14 @@ class Within:
     allowed: Tensor
 
 
-Wanted = Want | Chosen | Within
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Indices that are drawn from a distribution each row. `probabilities` [rows, vocabulary]; output [rows, n]."""
+
+    probabilities: Tensor
+
+
+Wanted = Want | Chosen | Within | Drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +97,8 @@ class Spec:
     writes to a given place, which may have strides where `strided_into` says so (the inner `.out` forms of some
     libraries take dense ones only). `writes` are the positions of arguments that are written in place; the value is
     then the first of them. `source` says where formula and budget are from. `plain` says that torch has it as one
-    call; otherwise it is composed of several. `sampled` ones need not repeat themselves.
+    call; otherwise it is composed of several. `sampled` ones need not repeat themselves. The output of a `fresh` one
+    may not lie in the memory of an input.
     """
 
     name: str
@@ -104,6 +113,7 @@ class Spec:
     plain: bool = True
     dtypes: tuple[torch.dtype, ...] = ()
     sampled: bool = False
+    fresh: bool = True
 
     def wanted(self, units: Units, given: Given) -> Sequence[Wanted]:
         """Return what the outputs of a call must be."""

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from harness.adapter import Adapter, Inputs, Operator, capabilities, silent
+from harness.devices import declared
 from harness.errors import PortError, nearest
 from harness.ops.arithmetic import parse_arithmetic
 from harness.ops.contracts import contracts
 from harness.ops.families import FAMILIES, SPECS
-from harness.ops.needs import Seen, dtypes_of, watched
+from harness.ops.needs import Seen, dtypes_of, family_of, watched
 from harness.ops.offered import Offered
 from harness.ops.runtime import runtime_facts
 from harness.ops.suite import Result, library, operator_suite
-from harness.ops.table import coverage
+from harness.ops.table import coverage, registered_over
 from harness.ops.tuned import variants_of
 from harness.types import Case, Facts, Setup
 
@@ -35,11 +36,12 @@ def operator_facts(adapter: Adapter, setup: Setup, case: Case, options: Mapping[
     `arithmetic` as declared, `failed` (what the model raised when it was run to see what it uses), `seconds`.
     """
     begin, full = time.perf_counter(), bool(options.get("full"))
-    prefill, decode, failed = seen_in(adapter, case, beat)
+    prefill, decode, failed = seen_in(adapter, case, beat, setup.device)
     table: Mapping[str, str | Operator] = getattr(adapter, "operators", dict)()
-    arithmetic = parse_arithmetic(getattr(adapter, "arithmetic", {}))
+    arithmetic = parse_arithmetic(declared(adapter, setup))
     wanted = prefill.families | (decode.families if decode else set()) if not failed else set(FAMILIES)
-    offered = [*_library(wanted, setup.device, full), *own_operators(table)]
+    over = {family_of(row["what"]) for row in registered_over(prefill, torch.device(setup.device).type)}
+    offered = [*_library(wanted, setup.device, full, over), *own_operators(table)]
     plain = torch.device(setup.device).type == "cpu"
     dtypes = (getattr(torch, setup.dtype),) if plain and not full else dtypes_of(prefill, setup.dtype)
     results = operator_suite(
@@ -63,14 +65,15 @@ def _fact(result: Result, *, needed: bool) -> dict[str, Any]:
     return {**result.facts(), "needed": needed}
 
 
-def _library(wanted: set[str], device: str, full: bool) -> list[Offered]:
+def _library(wanted: set[str], device: str, full: bool, over: set[str]) -> list[Offered]:
     """Return torch's own operators of the families that the model uses; of all families in the full profile.
 
-    What the suite composes of several operators says nothing of the port, only of its device: not of a plain CPU.
+    Families in which somebody registered a kernel `over` torch's own are tried in all sizes. What the suite composes of
+    several operators says nothing of the port, only of its device: not of a plain CPU.
     """
     plain = torch.device(device).type == "cpu"
     names = [n for n, s in SPECS.items() if full or (s.family in wanted and (s.plain or not plain))]
-    return library(names)
+    return library(names, over)
 
 
 def own_operators(table: Mapping[str, str | Operator]) -> list[Offered]:
@@ -92,7 +95,7 @@ def own_operators(table: Mapping[str, str | Operator]) -> list[Offered]:
     return found
 
 
-def seen_in(adapter: Adapter, case: Case, beat: Beat) -> tuple[Seen, Seen | None, str]:
+def seen_in(adapter: Adapter, case: Case, beat: Beat, device: str = "cpu") -> tuple[Seen, Seen | None, str]:
     """Run one prefill and one decode step; return what they used, and what was raised instead, if anything.
 
     A compiled port is asked to run uncompiled: inside of compiled code no operator is seen.
@@ -107,22 +110,22 @@ def seen_in(adapter: Adapter, case: Case, beat: Beat) -> tuple[Seen, Seen | None
     try:
         inputs = adapter.prepare(case, silent)
         with eager():
-            with watched() as prefill:
+            with watched(device=device) as prefill:
                 adapter.forward(inputs, silent)
-            decode = _one_step(adapter, inputs) if "phases" in found else None
+            decode = _one_step(adapter, inputs, device) if "phases" in found else None
     except Exception as error:  # the side under test may raise anything
         return prefill, decode, f"{type(error).__name__}: {error}"
     return prefill, decode, ""
 
 
-def _one_step(adapter: Any, inputs: Inputs) -> Seen | None:
+def _one_step(adapter: Any, inputs: Inputs, device: str) -> Seen | None:
     length = inputs.token_ids.shape[-1]
     if length < 2:
         return None
     slot = adapter.open()
     try:
         adapter.step(slot, inputs, 0, length - 1, silent)
-        with watched(keep=False) as seen:
+        with watched(keep=False, device=device) as seen:
             adapter.step(slot, inputs, length - 1, length, silent)
     finally:
         adapter.free(slot)

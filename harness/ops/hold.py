@@ -9,14 +9,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from harness.ops.arithmetic import Arithmetic, half_ulp
-from harness.ops.case import Case, Chosen, Want, Wanted, Within
+from harness.ops.case import Case, Chosen, Drawn, Want, Wanted, Within
 
 LEAST_SPREAD = 64
 """Elements from which on a root mean square says something."""
+DRAWN_WITHIN = 3.3
+"""Largest difference of a drawn distribution from its own, times the root of draws: 1 honest row in 10^9 exceeds it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +71,8 @@ def hold(
             outcome.error_ratio, outcome.words = math.inf, f"expected {len(wanted)} outputs, found {len(outputs)}"
         elif isinstance(want, Within):
             _within(outputs[number], want, outcome)
+        elif isinstance(want, Drawn):
+            _drawn(outputs[number], want, outcome)
         else:
             _valued(outputs[number], want, arithmetic, outcome)
 
@@ -98,6 +103,7 @@ def _valued(actual: Tensor, want: Want, arithmetic: Arithmetic, outcome: Outcome
         budget = budget + want.slack.nan_to_num(0.0, 0.0, 0.0)
     over = expected.abs() + budget >= largest  # may or may not fit the dtype
     alike = (expected.isnan() & found.isnan()) | (expected == found) | (over & (found.abs() >= largest / 2))
+    alike = alike | (found == want.also) if want.also is not None else alike
     odd = ~alike & ~(expected.isfinite() & found.isfinite())
     if bool(odd.any()):
         outcome.nonfinite = max(outcome.nonfinite, int(odd.sum()))
@@ -137,8 +143,7 @@ def _unequal(wrong: Tensor, actual: Tensor, expected: Tensor, outcome: Outcome) 
 def _chosen(outputs: Sequence[Tensor], want: Chosen, outcome: Outcome) -> None:
     """Hold chosen values and indices against the scores: values in order, indices by what they point at."""
     scores = want.scores
-    order = torch.sort(scores, dim=-1, descending=not want.least, stable=True)
-    count = want.count
+    order, count = _order(scores, least=want.least), want.count
     shape = (*scores.shape[:-1], count)
     values, indices = (None, outputs[0]) if want.alone else (outputs[0], outputs[1])
     if want.alone and indices.dim() == scores.dim() - 1:
@@ -146,7 +151,7 @@ def _chosen(outputs: Sequence[Tensor], want: Chosen, outcome: Outcome) -> None:
     if not _same_shape(indices, shape, outcome) or not indices.numel():
         return
     outcome.elements += indices.numel()
-    best = order.values[..., :count]
+    best = torch.gather(scores, -1, order[..., :count])
     inside = (indices >= 0) & (indices < scores.shape[-1])
     pointed = torch.gather(scores, -1, indices.clamp(0, max(0, scores.shape[-1] - 1)).long())
     right = inside & _equal(pointed, best)
@@ -156,7 +161,7 @@ def _chosen(outputs: Sequence[Tensor], want: Chosen, outcome: Outcome) -> None:
         same = torch.nn.functional.pad(ranked.values[..., 1:] == ranked.values[..., :-1], (1, 0))
         twice.scatter_(-1, ranked.indices, same)
     if want.ordered:
-        right &= indices == order.indices[..., :count]
+        right &= indices == order[..., :count]
     wrong = ~right | (twice & right.all(-1, keepdim=True))  # of two equal ones only one is to blame, where any is
     if values is not None:
         off = ~_equal(values.to(best.dtype), best)
@@ -164,7 +169,15 @@ def _chosen(outputs: Sequence[Tensor], want: Chosen, outcome: Outcome) -> None:
             _unequal(off, values, best, outcome)
     if bool(wrong.any()):
         outcome.wrong_indices = max(outcome.wrong_indices, int(wrong.sum()))
-        _tell(outcome, wrong, indices, order.indices[..., :count], what="index")
+        _tell(outcome, wrong, indices, order[..., :count], what="index")
+
+
+def _order(scores: Tensor, *, least: bool) -> Tensor:
+    """Return indices from the best score on, NaN the greatest, equal ones as they lie; not by torch's sort."""
+    x = scores.numpy()
+    nan = np.isnan(x) if scores.is_floating_point() else np.zeros(x.shape, bool)
+    key = np.where(nan, 0, x if least else -x)
+    return torch.from_numpy(np.lexsort((key, nan if least else ~nan), axis=-1))
 
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:
@@ -185,6 +198,32 @@ def _within(actual: Tensor, want: Within, outcome: Outcome) -> None:
         some = f"{allowed[:6]}{'...' if len(allowed) > 6 else ''}"
         outcome.words = outcome.words or f"row {row}: expected one of {some}, found {found[row].tolist()[:6]}"
         outcome.wrong = ~right
+
+
+def _drawn(actual: Tensor, want: Drawn, outcome: Outcome) -> None:
+    """Hold how often each index was drawn against its distribution, the likeliest ones added up first.
+
+    A temperature that is left out moves every index a little, and the likely ones together much.
+    """
+    rows, vocabulary = want.probabilities.shape
+    found = actual.reshape(rows, -1).long()
+    outcome.elements += found.numel()
+    outside = (found < 0) | (found >= vocabulary)
+    draws = found.shape[1]
+    often = torch.zeros(rows, vocabulary, dtype=torch.float64)
+    often.scatter_add_(1, found.clamp(0, vocabulary - 1), torch.ones(found.shape, dtype=torch.float64))
+    order = want.probabilities.argsort(-1, descending=True)
+    p, n = (x.gather(1, order).cumsum(1) for x in (want.probabilities, often))
+    off = (n / draws - p).abs().amax(1)  # Dvoretzky, Kiefer and Wolfowitz, with Massart's constant
+    wrong = int(outside.sum()) + int((off > DRAWN_WITHIN / draws**0.5).sum())
+    if wrong:
+        outcome.wrong_indices = max(outcome.wrong_indices, wrong)
+        row = int(off.argmax())
+        few = int((n[row] / draws - p[row]).abs().argmax())
+        outcome.words = outcome.words or (
+            f"row {row}: the likeliest {few + 1} were drawn {int(n[row, few])} of {draws} times, expected about "
+            f"{float(p[row, few]) * draws:.0f}"
+        )
 
 
 def _tell(outcome: Outcome, wrong: Tensor, actual: Tensor, expected: Tensor, what: str = "element") -> None:

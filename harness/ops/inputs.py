@@ -11,12 +11,17 @@ from torch import Tensor
 
 from harness.ops.case import POISON, Case, Given
 
-QUICK_WIDTHS = (1, 7, 64, 129, 1025, 1531, 2049, 4097)
+QUICK_WIDTHS = (
+    1, 2, 3, 7, 17, 24, 33, 49, 64, 65, 97, 100, 129, 193, 257, 385, 513, 769, 1000, 1025, 1531, 2048, 2049, 3001, 4097,
+)  # fmt: skip
+"""One in each half of the bands between powers of two."""
 FULL_WIDTHS = (
     1, 2, 3, 7, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 509, 512, 513, 1021, 1024, 1025, 1531,
     2047, 2048, 2049, 3001, 4096, 4097, 8192, 8193,
 )  # fmt: skip
 """Ends of the blocks that kernels work in, one before, one after, and primes between."""
+LONG_WIDTHS = (16385, 32768, 32771, 65537, 131101)
+"""Rows as long as a vocabulary: beyond what one block holds, beyond 2^15 and 2^16. In the quick profile one of them."""
 QUICK_FORMS = ("contiguous", "strided", "transposed")
 FORMS = ("contiguous", "strided", "transposed", "offset", "sliced")
 ODD_ROWS = 3
@@ -27,6 +32,11 @@ Maker = Callable[[torch.Generator, torch.dtype, int, str, str], Given]
 def widths(full: bool) -> tuple[int, ...]:
     """Return the widths to try."""
     return FULL_WIDTHS if full else QUICK_WIDTHS
+
+
+def long_widths(full: bool) -> tuple[int, ...]:
+    """Return the widths to try of what is as long as a vocabulary or a context."""
+    return (*FULL_WIDTHS, *LONG_WIDTHS) if full else (*QUICK_WIDTHS, 32771)
 
 
 def sweep(

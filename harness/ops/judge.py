@@ -73,6 +73,9 @@ def _called(
         outputs = call(*args, **kwargs)
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         outputs = [args[i] for i in spec.writes] or outputs
+        if spec.fresh and not spec.writes and (shared := _shared(outputs, [*args, *kwargs.values()])):
+            outcome.inputs_changed = max(outcome.inputs_changed, shared)
+            outcome.words = outcome.words or "the output lies in the memory of an input: writing to one changes both"
     found = tuple(o.detach().to("cpu") for o in outputs if isinstance(o, Tensor))
     for position, (before, after) in enumerate(zip(given.args, args, strict=True)):
         written = position in spec.writes
@@ -82,6 +85,14 @@ def _called(
     for key, before in given.kwargs.items():
         outcome.inputs_changed = max(outcome.inputs_changed, _changed(before, kwargs[key]))
     return found
+
+
+def _shared(outputs: Sequence[Any], given: Sequence[Any]) -> int:
+    """Count the elements of outputs that lie in the memory of an input."""
+    parts = [p for v in given for p in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(p, Tensor)]
+    places = {p.untyped_storage().data_ptr() for p in parts if p.numel()}
+    found = [o for o in outputs if isinstance(o, Tensor) and o.numel()]
+    return sum(o.numel() for o in found if o.untyped_storage().data_ptr() in places)
 
 
 def moved(value: Any, device: str) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.ops.hosted import counting, marked
 
 BUILT_IN = frozenset({"aten", "prim", "prims", "profiler", "inductor", "rngprims", "_c10d_functional", "c10d"})
 """Namespaces that are torch's own; any other is somebody's custom operator."""
@@ -60,10 +62,14 @@ def family_of(operator: str) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What ran: operators by name with counts, the same by device of their tensors, samples of custom ones, modules."""
+    """What ran: operators by name with counts, the same by device of their tensors, samples of custom ones, modules.
+
+    `hosted` counts what a device left to the host, by operator and by the one inside of it that fell back.
+    """
 
     operators: Counter[str] = field(default_factory=Counter)
     devices: Counter[tuple[str, str]] = field(default_factory=Counter)
+    hosted: Counter[tuple[str, str]] = field(default_factory=Counter)
     dtypes: Counter[str] = field(default_factory=Counter)
     samples: dict[str, list[tuple[Any, tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
     modules: dict[type[nn.Module], int] = field(default_factory=dict)
@@ -76,9 +82,9 @@ class Seen:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, seen: Seen, keep: bool) -> None:
+    def __init__(self, seen: Seen, keep: bool, mark: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen, self.keep = seen, keep
+        self.seen, self.keep, self.mark = seen, keep, mark
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -88,7 +94,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._note(func, args, kwargs)
-        return func(*args, **kwargs)
+        with marked(func.name()) if self.mark else nullcontext():
+            return func(*args, **kwargs)
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = func.name()
@@ -129,8 +136,11 @@ def _copied(value: Any) -> Any:
 
 
 @contextmanager
-def watched(*, keep: bool = True) -> Iterator[Seen]:
-    """Count what runs while it is entered; `keep` samples of what custom operators are given."""
+def watched(*, keep: bool = True, device: str = "cpu") -> Iterator[Seen]:
+    """Count what runs while it is entered; `keep` samples of what custom operators are given.
+
+    On a `device` that is not the CPU, what falls back to the host is counted too.
+    """
     seen = Seen()
 
     def called(module: nn.Module, inputs: Any) -> None:
@@ -142,7 +152,8 @@ def watched(*, keep: bool = True) -> Iterator[Seen]:
 
     handle = register_module_forward_pre_hook(called)
     try:
-        with _Watch(seen, keep):
+        away = torch.device(device).type != "cpu"
+        with counting(seen.hosted) if away else nullcontext(), _Watch(seen, keep, away):
             yield seen
     finally:
         handle.remove()

@@ -11,7 +11,8 @@ from typing import Any
 class Offered:
     """One implementation to test. `name` is the suite's, `level` who serves it, `variant` a configuration of a kernel.
 
-    `own` says that a port or a test brought it; otherwise it is torch's on that device.
+    `own` says that a port or a test brought it; otherwise it is torch's on that device. `thorough`: every size is tried
+    in the quick profile too, as of a device; of torch's own on a plain CPU few are.
     """
 
     name: str
@@ -19,3 +20,4 @@ class Offered:
     level: str
     variant: str = ""
     own: bool = False
+    thorough: bool = False

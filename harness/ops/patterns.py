@@ -9,6 +9,7 @@ from torch import Tensor
 from harness.ops.case import Case
 from harness.ops.hold import Outcome
 
+BLOCKS = (2, 4, 8, 16, 32, 64)
 MOST_TRIALS = 16
 """Cases that the search for the two ends of a band may add."""
 
@@ -61,21 +62,32 @@ def _band(wrong: Sequence[Outcome], right: Sequence[Outcome], bad: Callable[[Cas
     bads, goods = sorted({o.case.size for o in wrong}), sorted({o.case.size for o in right})
     if not bads or not goods:
         return ""
-    low, high = bads[0], bads[-1]
+    low, high, resize = bads[0], bads[-1], wrong[0].case.resized
     if any(low < size < high for size in goods):
-        if all(size % 2 for size in bads) and any(s % 2 == 0 for s in goods) and not any(s % 2 for s in goods):
-            return "wrong only for odd widths"
+        if resize is not None and (words := _multiples(bads, goods, lambda n: bad(resize(n)))):
+            return words
         return f"wrong for widths {', '.join(map(str, bads[:6]))}, right for {', '.join(map(str, goods[:6]))}"
-    make = wrong[0].case.resized
     below, above = max((s for s in goods if s < low), default=0), min((s for s in goods if s > high), default=0)
-    if make is not None:
-        low = _edge(below, low, lambda n: bad(make(n))) if below else low
-        high = _edge(above, high, lambda n: bad(make(n))) if above else high
+    if resize is not None:
+        low = _edge(below, low, lambda n: bad(resize(n))) if below else low
+        high = _edge(above, high, lambda n: bad(resize(n))) if above else high
     if below and above:
         return f"wrong only for widths {low}..{high}"
     if below:
         return f"wrong only for widths from {low} on"
     return f"wrong only for widths up to {high}" if above else ""
+
+
+def _multiples(bads: Sequence[int], goods: Sequence[int], wrong: Callable[[int], bool]) -> str:
+    """Return in words that widths of whole blocks are right and others wrong, from the first wrong one on."""
+    later = [size for size in goods if size > bads[0]]
+    for block in BLOCKS:
+        if any(size % block == 0 for size in bads):
+            return ""
+        if any(size % block for size in later) or wrong(block * (((bads[0] + bads[-1]) // 2 // block) | 1)):
+            continue
+        return "wrong only for odd widths" if block == 2 else f"wrong only for widths that are no multiple of {block}"
+    return ""
 
 
 def _edge(good: int, bad: int, wrong: Callable[[int], bool]) -> int:
@@ -90,8 +102,10 @@ def _edge(good: int, bad: int, wrong: Callable[[int], bool]) -> int:
 
 def _places(wrong: Sequence[Outcome]) -> str:
     """Return where in their outputs all wrong cases are wrong, if there is one way to say it."""
-    marks = [o.wrong for o in wrong if o.wrong is not None and o.wrong.dim() and not bool(o.wrong.all())]
-    if not marks or len(marks) < len([o for o in wrong if o.wrong is not None]):
+    known = [o.wrong for o in wrong if o.wrong is not None]
+    known = [mark for mark in known if mark.dim() and mark.shape[-1] > 1] or known  # one column is first and last
+    marks = [mark for mark in known if mark.dim() and not bool(mark.all())]
+    if not marks or len(marks) < len(known):
         return ""
     found: set[str] | None = None
     for mark in marks:

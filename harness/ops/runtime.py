@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 Beat = Callable[[str], None]
-BYTES = 8 << 20
+MOST_BYTES, LEAST_BYTES = 8 << 20, 1 << 14
+SHARE = 64
+"""Blocks that fit the free memory: a card that is nearly full is not filled by looking at it."""
 ROUNDS = 8
 HUGE_BYTES = 1 << 50
 PLAIN = "a plain CPU has no memory statistics, streams, events or pinned copies of a device"
@@ -26,7 +28,7 @@ def runtime_facts(device: str, beat: Beat = lambda _: None) -> dict[str, Any]:
         return {"not_applicable": PLAIN if kind == "cpu" else f"torch.accelerator does not know {kind}", "checks": {}}
     checks: dict[str, Callable[[Any, str], str]] = {
         "allocated": _allocated, "peak": _peak, "streams": _streams, "events": _events, "pinned": _pinned,
-        "out_of_memory": _out_of_memory,
+        "back": _back, "out_of_memory": _out_of_memory,
     }  # fmt: skip
     found = {}
     for name, check in checks.items():
@@ -39,8 +41,15 @@ def runtime_facts(device: str, beat: Beat = lambda _: None) -> dict[str, Any]:
     return {"not_applicable": "", "checks": found}
 
 
+def _block_bytes(device: str) -> int:
+    """Return the size of the blocks that are tried: of what is free, a small share."""
+    accelerator: Any = torch.accelerator
+    free = accelerator.get_memory_info()[0] if hasattr(accelerator, "get_memory_info") else SHARE * MOST_BYTES
+    return max(LEAST_BYTES, min(MOST_BYTES, free // SHARE // 512 * 512))
+
+
 def _block(device: str, value: float = 0.0) -> torch.Tensor:
-    return torch.full((BYTES // 4,), value, dtype=torch.float32).to(device)
+    return torch.full((_block_bytes(device) // 4,), value, dtype=torch.float32).to(device)
 
 
 def _allocated(accelerator: Any, device: str) -> str:
@@ -48,12 +57,12 @@ def _allocated(accelerator: Any, device: str) -> str:
     accelerator.synchronize()
     before = accelerator.memory_allocated()
     block = _block(device)
-    during = accelerator.memory_allocated()
+    during, size = accelerator.memory_allocated(), block.nbytes
     del block
     accelerator.synchronize()
     after = accelerator.memory_allocated()
-    if during - before < BYTES:
-        return f"a tensor of {BYTES} bytes made memory_allocated grow by {during - before}"
+    if during - before < size:
+        return f"a tensor of {size} bytes made memory_allocated grow by {during - before}"
     return f"memory_allocated stays {after - before} bytes higher after a tensor is freed" if after > before else ""
 
 
@@ -62,12 +71,13 @@ def _peak(accelerator: Any, device: str) -> str:
     accelerator.reset_peak_memory_stats()
     base = accelerator.max_memory_allocated()
     block = _block(device)
+    size = block.nbytes
     del block
     high = accelerator.max_memory_allocated()
     accelerator.reset_peak_memory_stats()
     again = accelerator.max_memory_allocated()
-    if high - base < BYTES:
-        return f"the peak grew by {high - base} for a tensor of {BYTES} bytes"
+    if high - base < size:
+        return f"the peak grew by {high - base} for a tensor of {size} bytes"
     return f"after a reset the peak is {again} bytes, allocated are {accelerator.memory_allocated()}" if (
         again > max(base, accelerator.memory_allocated())
     ) else ""  # fmt: skip
@@ -106,9 +116,10 @@ def _events(accelerator: Any, device: str) -> str:
 
 def _pinned(accelerator: Any, device: str) -> str:
     """A copy from pinned memory holds what was there, whether the buffer is dropped or filled again after waiting."""
-    dropped, filled, buffer = [], [], torch.empty(BYTES // 4).pin_memory()
+    count = _block_bytes(device) // 4
+    dropped, filled, buffer = [], [], torch.empty(count).pin_memory()
     for number in range(ROUNDS):
-        pinned = torch.full((BYTES // 4,), float(number)).pin_memory()
+        pinned = torch.full((count,), float(number)).pin_memory()
         dropped.append(pinned.to(device, non_blocking=True))
         del pinned  # its memory may be used for the next one only when the copy has ended
     for number in range(ROUNDS):
@@ -120,6 +131,18 @@ def _pinned(accelerator: Any, device: str) -> str:
         if wrong:
             return f"copies {wrong} from a pinned buffer hold what came later: the buffer was {how}"
     return ""
+
+
+def _back(accelerator: Any, device: str) -> str:
+    """A copy back to pinned memory that is waited for holds what was on the device when it was asked for."""
+    x = _block(device)
+    kept = [torch.empty(x.shape).pin_memory() for _ in range(ROUNDS)]
+    for number, place in enumerate(kept):
+        x.fill_(float(number))
+        place.copy_(x, non_blocking=True)
+    accelerator.synchronize()
+    wrong = [n for n, place in enumerate(kept) if not bool((place == float(n)).all())]
+    return f"copies {wrong} back to pinned memory hold what came later, or before" if wrong else ""
 
 
 def _out_of_memory(accelerator: Any, device: str) -> str:

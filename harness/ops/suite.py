@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from harness.ops.tuned import variants_of
 COUNTS = ("wrong_indices", "nonfinite", "neighbours", "inputs_changed", "not_repeated")
 CPU_SIZES = frozenset({1, 7, 17, 33, 65, 129, 1025})
 """Widths that the quick profile tries of what torch itself has on a plain CPU."""
+MANY = frozenset({"many rows", "many", "tall"})
+"""Contents that launch grids of a device are tried with."""
 FIRST = 3
 """Wrong cases that are told one by one."""
 
@@ -104,9 +106,15 @@ def _spec(name: str) -> Spec:
     return SPECS[name]
 
 
-def library(names: Iterable[str]) -> list[Offered]:
-    """Return what torch has on any device: one call each, or composed of several."""
-    return [Offered(name=n, call=SPECS[n].call, level="library" if SPECS[n].plain else "composed") for n in names]
+def library(names: Iterable[str], thorough: Container[str] = ()) -> list[Offered]:
+    """Return what torch has on any device: one call each, or composed of several; `thorough` names families."""
+    return [
+        Offered(
+            name=n, call=SPECS[n].call, level="library" if SPECS[n].plain else "composed",
+            thorough=SPECS[n].family in thorough,
+        )
+        for n in names
+    ]  # fmt: skip
 
 
 def operator_suite(
@@ -142,7 +150,7 @@ def _result(
             spec, case, offered.call, device=device, dtype=dtype, arithmetic=arithmetic, into=into, repeat=not into
         )
 
-    cases = [c for c in spec.cases(full) if full or _worth(c, device, own=offered.own)]
+    cases = [c for c in spec.cases(full) if full or _worth(c, device, thorough=offered.own or offered.thorough)]
     outcomes = [run(case) for case in cases]
     dense = [case for case in cases if case.content in ("normal", "large")][: 64 if full else 3]
     beside = [run(case, into=True) for case in dense] if into else []
@@ -157,11 +165,11 @@ def _result(
     return result
 
 
-def _worth(case: Case, device: str, *, own: bool) -> bool:
+def _worth(case: Case, device: str, *, thorough: bool) -> bool:
     """Say whether the quick profile tries a case: of the library on a plain CPU few sizes, and no launch grids."""
-    if torch.device(device).type != "cpu" or own:
+    if torch.device(device).type != "cpu" or thorough:
         return True
-    return case.content != "many rows" and (case.content != "normal" or case.size in CPU_SIZES)
+    return case.content not in MANY and (case.content != "normal" or case.size in CPU_SIZES)
 
 
 def _add(result: Result, outcome: Outcome) -> None:

@@ -37,18 +37,22 @@ def served(operator: str, device: str) -> str:
 def coverage(prefill: Seen, decode: Seen | None, device: str, levels: Mapping[str, str]) -> dict[str, Any]:
     """Return the table as facts: a row for each operator that ran, what fell back how often, what is replaced.
 
-    `levels` are the port's own words for its operators.
+    `levels` are the port's own words for its operators. A row's `on_host` counts fallbacks in one decode step (in the
+    prefill, where there is none); `inside` names the operators that fell back.
     """
     kind = torch.device(device).type
-    steps = decode.operators if decode is not None else {}
+    steps = decode if decode is not None else Seen()
     rows = []
-    for name in sorted({*prefill.operators, *steps}):
+    for name in sorted({*prefill.operators, *steps.operators}):
+        found = {seen: _fallbacks(name, kind, seen_in) for seen, seen_in in (("prefill", prefill), ("decode", steps))}
+        fell = found["decode" if decode is not None else "prefill"]
+        inside = {n for f in found.values() for n in f}
         level = served(name, kind)
         rows.append(
             {
                 "operator": name, "family": family_of(name), "prefill": prefill.operators[name],
-                "decode": steps.get(name, 0), "level": level,
-                "on_host": _on_host(name, kind, decode or prefill, level),
+                "decode": steps.operators[name], "level": "host" if inside and level == "composite" else level,
+                "on_host": sum(fell.values()), "inside": sorted(inside - {name, name.partition(".")[0]}),
             }
         )  # fmt: skip
     return {
@@ -57,15 +61,35 @@ def coverage(prefill: Seen, decode: Seen | None, device: str, levels: Mapping[st
         "fallbacks": {row["operator"]: row["on_host"] for row in rows if row["on_host"]},
         "decode_counted": decode is not None,
         "own": dict(levels),
-        "replaced": replaced(prefill),
+        "replaced": [*replaced(prefill), *registered_over(prefill, kind)],
     }
 
 
-def _on_host(name: str, device: str, seen: Seen, level: str) -> int:
-    """Return how often an operator of the model ran on the host though the model is on a device."""
+def _fallbacks(name: str, device: str, seen: Seen) -> dict[str, int]:
+    """Return what an operator of the model left to the host, by the name of what fell back.
+
+    A backend may have a fallback of its own kind, which the profiler does not show as one: then all calls count.
+    """
     if device == "cpu":
-        return 0
-    return seen.devices[name, device] if level == "host" else 0
+        return {}
+    inside = {inner: count for (outer, inner), count in seen.hosted.items() if outer == name}
+    whole = seen.devices[name, device] if served(name, device) == "host" else 0
+    return inside or ({name: whole} if whole else {})
+
+
+def registered_over(seen: Seen, device: str) -> list[dict[str, str]]:
+    """Return each operator that ran and whose kernel was registered over another one, with where that was done."""
+    key, found = torch._C._dispatch_key_for_device(device), []
+    for name in sorted(seen.operators):
+        lines = torch._C._dispatch_dump(name).splitlines()
+        for at in (key, *COMPOSITE):
+            by = next((line for line in lines if line.startswith(f"{at}: registered at ")), "")
+            if by and any(line.startswith(f"{at} (inactive)") for line in lines):
+                place = by.removeprefix(f"{at}: registered at ").partition(" :: ")[0]
+                found.append(
+                    {"what": name, "instead_of": f"the kernel of {name} for {at}", "by": place, "how": "registered"}
+                )
+    return found
 
 
 def replaced(seen: Seen) -> list[dict[str, str]]:

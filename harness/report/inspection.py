@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.checkpoint import Checkpoint
+from harness.checkpoint.needed import size
 from harness.checkpoint.scan import content_facts
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
@@ -54,15 +55,6 @@ def _now_and_then(console: Console) -> Callable[[str], None]:
             console.print(words)
 
     return told
-
-
-def size(nbytes: float) -> str:
-    """Return bytes as a person reads them, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} TiB"
 
 
 def count(number: float) -> str:

@@ -29,13 +29,13 @@ class Held:
     offset: int
     device: str
 
-    def tensor(self, dtype: torch.dtype | None = None, moved: int = 0) -> Tensor:
-        """Return it on the CPU with the same sizes and strides; `moved` seeds a change of each element by epsilons."""
+    def tensor(self, dtype: torch.dtype | None = None, moved: int = 0, eps: float = 2.0**-23) -> Tensor:
+        """Return it on the CPU with the same sizes and strides; `moved` seeds a change of each element by `eps`."""
         flat = self.flat.to(dtype or self.flat.dtype, copy=True)
         if moved and flat.is_floating_point():
-            narrow = torch.float64 if self.flat.dtype is torch.float64 else torch.float32
+            eps = torch.finfo(torch.float64).eps if self.flat.dtype is torch.float64 else eps
             draw = torch.rand(flat.shape, generator=torch.Generator().manual_seed(moved), dtype=flat.dtype)
-            flat = flat * (1 + torch.finfo(narrow).eps * (2 * draw - 1))
+            flat = flat * (1 + eps * (2 * draw - 1))
         return flat.as_strided(self.sizes, self.strides, 0)
 
     def words(self) -> str:

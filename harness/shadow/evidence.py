@@ -39,7 +39,7 @@ def save(call: Call, folder: Path, options: Mapping[str, str]) -> Path:
     told = {
         "operator": call.operator, "overload": call.overload, "args": args, "kwargs": kwargs, "outputs": outputs,
         "device": device, "device_options": dict(options), "module": call.module, "site": call.site,
-        "torch": torch.__version__,
+        "torch": torch.__version__, "part": call.part,
     }  # fmt: skip
     (place / "call.json").write_text(json.dumps(told, indent=1) + "\n")
     save_file(tensors, place / "tensors.safetensors")

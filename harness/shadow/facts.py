@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from harness.adapter import Adapter, capabilities, silent
+from harness.devices import declared
 from harness.shadow.calls import mapped
 from harness.shadow.evidence import save
 from harness.shadow.mode import Call, Found, Shadow
 from harness.shadow.places import Places
+from harness.shadow.truth import inside_eps
 from harness.types import Case, Facts, Setup
 
 Beat = Callable[[str], None]
@@ -31,11 +33,13 @@ def shadow_facts(
     """Run the port over parts of a case, operators repeated, and over the whole of it without.
 
     Options: `lengths` (tokens of each prefill), `seconds` (of the shadow's own time). Returns: `operators` {name:
-    calls, compared, worst, unrepeated}, `findings`, `changed` (elements of the logits that differ from a run without
-    a shadow; None where two runs without one differ), `seconds`.
+    calls, compared, worst, unrepeated, large}, `findings`, `changed` (elements of the logits that differ from a run
+    without a shadow; None where two runs without one differ), `seconds`.
     """
     places = Places()
-    shadow = Shadow(places, budget_s=float(options["seconds"]), beat=beat)
+    shadow = Shadow(
+        places, budget_s=float(options["seconds"]), inside=inside_eps(declared(adapter, setup)), beat=beat
+    )  # fmt: skip
     changed: int | None = 0
     for number, length in enumerate(options["lengths"]):
         part = dataclasses.replace(case, token_ids=tuple(case.token_ids or ())[:length])
@@ -84,7 +88,7 @@ def _device_options(setup: Setup) -> dict[str, str]:
 
 def _tallies(found: Found) -> dict[str, Any]:
     return {
-        name: {"calls": t.calls, "compared": t.compared, "worst": t.worst, "unrepeated": t.unrepeated}
+        name: {"calls": t.calls, "compared": t.compared, "worst": t.worst, "unrepeated": t.unrepeated, "large": t.large}
         for name, t in sorted(found.tallies.items())
     }
 
@@ -106,5 +110,5 @@ def _words(call: Call) -> dict[str, Any]:
         "operator": call.operator, "kind": judged.kind, "ratio": judged.ratio, "wrong": judged.wrong,
         "count": judged.count, "at": judged.at, "actual": judged.actual, "expected": judged.expected,
         "module": call.module, "tap": call.tap, "site": call.site, "phase": call.phase, "number": call.number,
-        "inputs": inputs,
+        "part": call.part, "inputs": inputs,
     }  # fmt: skip

@@ -19,10 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.shadow.calls import Held, flat_bits, held, is_written, mapped, span, tensors_in, whole
 from harness.shadow.places import Places
-from harness.shadow.truth import Judged, NotRepeatable, judge, name_of
+from harness.shadow.sampled import Part, part_of
+from harness.shadow.truth import FLOAT32, PRODUCTS, Judged, NotRepeatable, judge, name_of
 
 MOST_BYTES = 1 << 28
 """Bytes of arguments above which a call is not repeated."""
+MOST_WORK = 1 << 34
+"""Multiplications above which a product is not repeated: four times in float64 it takes a core some ten seconds."""
+MOST_PARTS = 16
+"""Calls of an operator of which a part is repeated because the whole is too large."""
 MOST_NEIGHBOURS_BYTES = 1 << 26
 """Bytes of a storage that is read as a whole, to see whether a write went beside its view."""
 SUSPECT = 1.0
@@ -49,16 +54,18 @@ class Call:
     tap: str
     site: str
     phase: str
+    part: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """What was seen of one operator."""
+    """What was seen of one operator. `large`: calls that are more than the CPU repeats in a few seconds."""
 
     calls: int = 0
     compared: int = 0
     worst: float = 0.0
     unrepeated: str = ""
+    large: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,11 +79,13 @@ class Found:
 
 
 class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Repeats operators while it is entered. `budget_s` bounds its own time."""
+    """Repeats operators while it is entered. `budget_s` bounds its own time; `inside` is what a device computes in."""
 
-    def __init__(self, places: Places, *, budget_s: float, beat: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, places: Places, *, budget_s: float, inside: float = FLOAT32, beat: Callable[[str], None] = lambda _: None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.places, self.budget_s, self.beat = places, budget_s, beat
+        self.places, self.budget_s, self.inside, self.beat = places, budget_s, inside, beat
         self.found, self.phase = Found(), ""
         self._seen: Counter[Any] = Counter()
 
@@ -92,8 +101,11 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found.seconds += time.perf_counter() - begin
         return result
 
-    def _read(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor | None]] | None:
-        """Return copies of the arguments and of the storages that are written; None where a call is not repeated."""
+    def _read(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor | None], Part | None] | None:
+        """Return copies of the arguments and of the storages that are written; None where a call is not repeated.
+
+        Of a product that is too large, a part.
+        """
         given = tensors_in((args, kwargs))
         name = name_of(func)
         if not given or all(t.device.type == "cpu" for t in given) or name in SILENT or _is_view(func):
@@ -110,13 +122,15 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tally.unrepeated = "draws random numbers"
         elif any(t.layout is not torch.strided or t.is_conj() or t.is_neg() or t.is_meta for t in given):
             tally.unrepeated = "a layout that is not read"
-        elif sum(span(t) * t.element_size() for t in given) > MOST_BYTES:
-            return None
+        elif sum(span(t) * t.element_size() for t in given) > MOST_BYTES or _work(name, given) > MOST_WORK:
+            tally.large += 1
+            part = part_of(name, args) if not kwargs and tally.large <= MOST_PARTS else None
+            return (part.args, {}, [], part) if part is not None else None
         if tally.unrepeated:
             return None
         written = [_around(t) for t in _written(func, args, kwargs)]
         copies = mapped((list(args), dict(kwargs)), lambda leaf: held(leaf) if isinstance(leaf, Tensor) else leaf)
-        return copies[0], copies[1], written
+        return copies[0], copies[1], written, None
 
     def _compare(self, func: Any, args: Any, kwargs: Any, before: Any, result: Any) -> None:
         """Repeat the call and note what came out otherwise."""
@@ -124,20 +138,21 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if before is None:  # made from no tensor: a table, a mask
             if not outputs or name_of(func) in SILENT or torch.Tag.nondeterministic_seeded in func.tags:
                 return
-            before = (list(args), dict(kwargs), [])
+            before = (list(args), dict(kwargs), [], None)
             tally = self.found.tallies.setdefault(str(func._schema.name), Tally())
             tally.calls += 1
             if tally.compared >= 8 or tally.unrepeated:
                 return
         operator = str(func._schema.name)
         tally = self.found.tallies[operator]
-        after = tuple(held(t) for t in tensors_in(result))
+        part: Part | None = before[3]
+        after = (part.of(result),) if part is not None else tuple(held(t) for t in tensors_in(result))
         try:
-            judged = judge(func, before[0], before[1], after)
+            judged = judge(func, before[0], before[1], after, self.inside)
         except NotRepeatable as error:
             tally.unrepeated = str(error)
             return
-        judged += self._neighbours(_written(func, args, kwargs), before[2])
+        judged += self._neighbours(_written(func, args, kwargs), before[2]) if part is None else []
         tally.compared += 1
         for each in judged:
             if each.ratio is not None:
@@ -156,6 +171,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 operator=operator, overload=func._overloadname, args=before[0], kwargs=before[1], outputs=after,
                 judged=judged, number=self.found.tallies[operator].calls, module=self.places.module(),
                 tap=self.places.tap, site=self.places.site(), phase=self.phase,
+                part=before[3].words() if before[3] is not None else "",
             )  # fmt: skip
 
     def _neighbours(self, written: list[Tensor], before: list[Tensor | None]) -> list[Judged]:
@@ -182,6 +198,14 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _work(name: str, given: list[Tensor]) -> int:
+    """Return about how many multiplications a product is; of anything else 0."""
+    if name not in PRODUCTS or len(given) < 2:
+        return 0
+    a, b = given[-2:] if name != "_grouped_mm" and name != "convolution" else given[:2]
+    return a.numel() * (b.shape[-1] if name != "convolution" else b.numel() // max(1, b.shape[0]))
 
 
 def _draws(args: Any, kwargs: Any) -> bool:

@@ -38,6 +38,8 @@ def main() -> int:
     native = _ran(operator, call, memory, "cpu", wide=False)
     print(f"{call['operator']} of {call['module'] or 'no module'}, {call['site']}")
     print(f"  on {asked.device}, against the same call on the CPU")
+    if call["part"]:
+        print(f"  this is {call['part']}, which alone need not come out the same")
     return int(any(list(map(_differs, actual, expected, native))))
 
 

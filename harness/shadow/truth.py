@@ -41,6 +41,8 @@ NORMS = frozenset({
     "native_layer_norm", "_fused_rms_norm", "rms_norm", "native_group_norm", "native_batch_norm", "linalg_vector_norm",
 })  # fmt: skip
 """Formulas of several steps whose values between may be rounded to the dtype of the result."""
+FLOAT32 = 2.0**-23
+"""What is computed in where a device declares nothing: an epsilon of float32."""
 DRAWS = (1, 2)
 ULPS = 1.0
 ROUNDINGS = 4.0
@@ -76,8 +78,14 @@ def name_of(func: Any) -> str:
     return str(func._schema.name).partition("::")[2]
 
 
-def judge(func: Any, args: Any, kwargs: Any, outputs: Sequence[Held]) -> list[Judged]:
-    """Repeat a call of `Held` arguments on the CPU and hold each output against it.
+def inside_eps(words: Mapping[str, str]) -> float:
+    """Return the epsilon of the coarsest of what a device says that it sums, multiplies and computes in."""
+    said = [words[key] for key in ("accumulate", "factors", "compute") if words.get(key)]
+    return max([FLOAT32, *(2.0**-10 if name == "tf32" else torch.finfo(getattr(torch, name)).eps for name in said)])
+
+
+def judge(func: Any, args: Any, kwargs: Any, outputs: Sequence[Held], inside: float = FLOAT32) -> list[Judged]:
+    """Repeat a call of `Held` arguments on the CPU and hold each output against it; `inside`: see `inside_eps`.
 
     Raises:
         NotRepeatable: the CPU has no such operator, or refuses what the device took.
@@ -96,14 +104,14 @@ def judge(func: Any, args: Any, kwargs: Any, outputs: Sequence[Held]) -> list[Ju
     if not any(rounded):
         return [_equal(a, e) for a, e in zip(given, native, strict=True)]
     wide = _repeated(func, args, kwargs, torch.float64)
-    moved = [_repeated(func, args, kwargs, torch.float64, moved=draw) for draw in DRAWS]
+    moved = [_repeated(func, args, kwargs, torch.float64, moved=draw, inside=inside) for draw in DRAWS]
     length = _length(name, args, kwargs, outputs)
     found = []
     for number, (actual, close) in enumerate(zip(given, rounded, strict=True)):
         if close:
             swing = [m[number] for m in moved]
             steps = NORM_ULPS if name in NORMS else 0.0
-            found.append(_close(actual, wide[number], swing, length, native[number], steps))
+            found.append(_close(actual, wide[number], swing, length, native[number], steps, inside))
         else:
             found.append(_equal(actual, native[number]))
     return found
@@ -128,14 +136,16 @@ def _held(value: Any) -> list[Held]:
     return found
 
 
-def _repeated(func: Any, args: Any, kwargs: Any, dtype: torch.dtype | None, moved: int = 0) -> list[Tensor]:
+def _repeated(
+    func: Any, args: Any, kwargs: Any, dtype: torch.dtype | None, moved: int = 0, inside: float = FLOAT32
+) -> list[Tensor]:
     """Call the operator on copies on the CPU; floating ones in `dtype`, if one is given."""
     count = iter(range(1 << 20))
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Held):
             wide = dtype if value.flat.is_floating_point() else None
-            return value.tensor(wide, moved * (1000 + next(count)) if moved else 0)
+            return value.tensor(wide, moved * (1000 + next(count)) if moved else 0, inside)
         if isinstance(value, torch.dtype) and dtype is not None and value.is_floating_point:
             return dtype
         return torch.device("cpu") if isinstance(value, torch.device) else value
@@ -177,7 +187,7 @@ def _ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _close(
-    actual: Tensor, wanted: Tensor, swing: Sequence[Tensor], length: float, native: Tensor, steps: float
+    actual: Tensor, wanted: Tensor, swing: Sequence[Tensor], length: float, native: Tensor, steps: float, inside: float
 ) -> Judged:
     """Hold a rounded output against float64 and its budget."""
     got, want = actual.double(), wanted.double()
@@ -192,8 +202,8 @@ def _close(
     honest = ((native.double() - want).abs().nan_to_num(0.0, 0.0, 0.0) - ulp).clamp(min=0)
     if honest.dim():
         honest = honest.amax(-1, keepdim=True)  # inside of a formula the CPU rounds as well, now here, now there
-    within = torch.float64 if actual.dtype is torch.float64 else torch.float32
-    inner = (ROUNDINGS + math.sqrt(length)) * torch.finfo(within).eps / torch.finfo(actual.dtype).eps
+    within = torch.finfo(torch.float64).eps if actual.dtype is torch.float64 else inside
+    inner = (ROUNDINGS + math.sqrt(length)) * within / torch.finfo(actual.dtype).eps
     budget = (ULPS + inner) * ulp + (ROUNDINGS + length) * moved + HONEST * honest
     if steps and want.dim():
         row = want.nan_to_num(0.0, 0.0, 0.0).square().mean(-1, keepdim=True).sqrt()

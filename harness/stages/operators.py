@@ -10,6 +10,8 @@ from harness.stages import measured
 from harness.types import Measurement, Run
 
 NAME = "startup"
+BESIDE = "only when it writes to a place that it is given"
+"""The pattern of an operator that is right by itself."""
 COUNTS = {
     "op_wrong_indices": "wrong_indices",
     "op_nonfinite_mismatches": "nonfinite",
@@ -22,7 +24,7 @@ OPERATOR_METRICS = ("op_error_ratio", *COUNTS, "op_refusals", "op_contract_failu
 
 def operators_of(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
     """Return how each operator that the model uses does alone; each metric has at least one measurement."""
-    judged = [r for r in facts["results"] if r["needed"]]
+    judged = sorted((r for r in facts["results"] if r["needed"]), key=_follows)
     found = [_error(run, r, order) for order, r in enumerate(judged)]
     if not found:
         message = "no operator of the model has a family in the suite, and the port offers none to be tested alone"
@@ -50,6 +52,11 @@ def coverage_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     ]  # fmt: skip
     keys = ("arithmetic", "failed", "contracts", "runtime", "seconds")
     return {**facts["coverage"], "alone": alone, **{k: facts[k] for k in keys}}
+
+
+def _follows(result: Mapping[str, Any]) -> bool:
+    """Say whether an operator is wrong only where it writes to a given place: through a copy, which comes first."""
+    return bool(result["wrong_cases"]) and result["pattern"] == BESIDE
 
 
 def _subject(result: Mapping[str, Any]) -> str:

@@ -57,6 +57,7 @@ def shadowed(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
     found += bad or [measured(NAME, run, "shadow_wrong_elements", 0, "shadow", n=max(1, compared))]
     found.append(_changed(run, facts["changed"]))
     apart = {name: t["unrepeated"] for name, t in tallies.items() if t["unrepeated"]}
+    apart |= {name: f"{t['large']} large calls" for name, t in tallies.items() if t["large"] and name not in apart}
     seen = sum(t["calls"] for t in tallies.values())
     words = f"{compared} of {seen} calls of {len(tallies)} operators were repeated in {facts['seconds']:.1f} s"
     if apart:
@@ -91,6 +92,8 @@ def _told(finding: Mapping[str, Any]) -> dict[str, Any]:
         f"{finding['count']} is {finding['actual']}, on the CPU {finding['expected']}; "
         f"given {'; '.join(finding['inputs'])}; in {finding['times']} of the repeated calls"
     )
+    if finding["part"]:
+        message += f"; these are {finding['part']}, which alone need not come out the same"
     if finding["saved"]:
         message += f"; replay it: python {finding['saved']}/replay.py"
     return {"message": message, "module": finding["module"], "saved": finding["saved"]}

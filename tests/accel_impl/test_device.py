@@ -116,6 +116,29 @@ assert ("copy_", "neighbours") in first("blit_neighbours") or ("fill_", "neighbo
 """)
 
 
+def test_of_a_large_product_some_rows_and_columns_are_repeated():
+    """A product that is too large is not left out: a part of it is repeated, silent where right, named where wrong."""
+    run("""
+from harness.shadow import mode
+mode.MOST_WORK = 1000
+x, w, bias = draw(40, 130).to(d), draw(70, 130).to(torch.float32).to(d), draw(70).to(d)
+def products():
+    torch.nn.functional.linear(x, w), torch.nn.functional.linear(x, w, bias), x @ w.t()
+assert wrong(products) == set(), wrong(products)
+assert wrong(products, "matmul_tail") == {("mm", "values"), ("addmm", "values")}
+with Shadow(Places(), budget_s=60) as shadow:
+    products()
+tallies = shadow.found.tallies
+assert tallies["aten::mm"].large and tallies["aten::mm"].compared == tallies["aten::mm"].large
+device.set_breaks(["matmul_tail"])
+with Shadow(Places(), budget_s=60) as shadow:
+    products()
+device.set_breaks([])
+call = shadow.found.wrong["aten::mm", "values"]
+assert call.part == "rows 0, 13, 26 ... 39 and columns 0, 1, 2 ... 69 of a larger product", call.part
+""")
+
+
 def test_a_device_without_a_compiler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without a compiler the error names what is missing and what to do."""
     from accel_impl.device.build import library

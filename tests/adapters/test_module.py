@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -125,3 +126,22 @@ def test_logits_of_every_position_are_asked_for(tmp_path: Path) -> None:
     inputs = adapter.prepare(Case(id="c", token_ids=(1, 2, 3)), silent)
     with pytest.raises(PortError, match="logits of 3 tokens"):
         adapter.forward(inputs, silent)
+
+
+class Offering(Decoder):
+    """A decoder that says which operators are its own, and how its device computes."""
+
+    arithmetic = MappingProxyType({"accumulate": "bfloat16"})
+
+    def operators(self):
+        return {"softmax": "triton"}
+
+
+def test_a_module_hands_over_its_own_operators(tmp_path: Path) -> None:
+    """What a module's class says of its operators is the adapter's own word; one that says nothing has none."""
+    plain, offering = decoder(), decoder()
+    offering.__class__ = Offering
+    adapter = port(tmp_path, offering)
+    assert adapter.operators() == {"softmax": "triton"}
+    assert adapter.arithmetic == {"accumulate": "bfloat16"}
+    assert not hasattr(port(tmp_path, plain), "operators")

@@ -106,6 +106,21 @@ def test_a_forward_that_was_patched_on_the_class_is_named(monkeypatch):
     assert row["by"] == __name__
 
 
+@pytest.mark.filterwarnings("ignore:Warning only once:UserWarning")
+def test_a_kernel_that_is_registered_over_torchs_own_is_named():
+    """A port that registers its own kernel for an operator of torch is told so, with the place; others are not."""
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("silu", lambda x: x * torch.sigmoid(x), "CPU", allow_override=True)
+    try:
+        with watched() as seen:
+            torch.nn.functional.silu(torch.randn(3)).exp()
+        (row,) = [r for r in coverage(seen, None, "cpu", {})["replaced"] if r["how"] == "registered"]
+    finally:
+        kernels._destroy()
+    assert row["what"] == "aten::silu"
+    assert "test_needs.py" in row["by"]
+
+
 @pytest.fixture(autouse=True)
 def _quiet():
     with torch.no_grad():

@@ -44,8 +44,8 @@ class Port:
         return inputs.token_ids.float() @ torch.ones(3, 2)
 
 
-def facts_of(port):
-    setup = Setup(side="accel", role="accel", adapter="x")
+def facts_of(port, **options):
+    setup = Setup(side="accel", role="accel", adapter="x", options=options)
     with torch.no_grad():
         return json.loads(json.dumps(operator_facts(port, setup, CASE, {}, lambda _: None), allow_nan=False))
 
@@ -89,6 +89,46 @@ def test_a_broken_operator_fails_its_criterion_and_is_named(name, call, criterio
     assert findings[0].tap == f"operators.{name}"
     told = " ".join((findings[0].cause, findings[0].message, *findings[0].evidence))
     assert words in told
+
+
+@torch.library.custom_op("day0_stage_tests::grown", mutates_args=())
+def grown(x: torch.Tensor) -> torch.Tensor:
+    """Return x + 1, and write it to x as well, which the schema does not say."""
+    return x.add_(1).clone()
+
+
+@torch.library.custom_op("day0_stage_tests::kept", mutates_args=())
+def kept(x: torch.Tensor) -> torch.Tensor:
+    """Return x + 1."""
+    return x + 1
+
+
+for operator in (grown, kept):
+    operator.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize(("operator", "status"), [(grown, Status.FAILED), (kept, Status.PASSED)])
+def test_a_custom_operator_is_held_to_its_schema(monkeypatch, operator, status):
+    """One that writes to what it is only given to read fails its criterion by name; its twin keeps the contract."""
+    port = Port()
+    forward = port.forward
+    monkeypatch.setattr(port, "forward", lambda inputs, record: operator(forward(inputs, record)))
+    facts = facts_of(port)
+    (told,) = facts["contracts"]
+    assert told["operator"] == f"day0_stage_tests::{operator._name.rpartition('::')[2]}"
+    statuses, findings = judged(facts)
+    assert statuses["startup.operators.contract"] is status
+    assert [f.tap for f in findings] == ([told["operator"]] if status is Status.FAILED else [])
+
+
+def test_what_a_spec_declares_of_a_device_is_allowed():
+    """Sums in bfloat16 are refused, and accepted where the SPEC says that the device sums so."""
+    port = Port(matmul=Operator(call=broken.matmul_sums_in_the_dtype, level="custom"))
+    statuses, _ = judged(facts_of(port))
+    assert statuses["startup.operators"] is Status.FAILED
+    facts = facts_of(port, arithmetic_accumulate="bfloat16")
+    assert set(judged(facts)[0].values()) == {Status.PASSED}
+    assert facts["arithmetic"] == {"accumulate": "bfloat16"}
 
 
 def refuses(wide: bool, everything: bool):

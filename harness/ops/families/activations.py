@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from harness.ops.arithmetic import Units
 from harness.ops.case import Case, Given, Spec, Want
-from harness.ops.inputs import lay, sweep, values
+from harness.ops.families.elementwise import MANY
+from harness.ops.inputs import lay, one, sweep, values
 
 SOURCE = "count of roundings; Hendrycks and Gimpel 2016; Shazeer 2020; the clamped form as in gpt-oss"
 _EDGES = (0.0, -0.0, 1.0, -1.0, 20.0, -20.0, 88.0, -88.0, 104.0, -104.0, 1e-6, -1e-6)
@@ -63,8 +64,9 @@ def _cases(
     make: Callable[..., Given], forms: tuple[str, ...] = (), odd: str = "nonfinite"
 ) -> Callable[[bool], Iterator[Case]]:
     def cases(full: bool) -> Iterator[Case]:
-        sizes = () if full else (1, 129, 1025)
-        return sweep(make, full=full, sizes=sizes, contents=("wide", "large", odd, "empty"), forms=forms)
+        sizes = () if full else (1, 7, 63, 129, 1025)
+        yield from sweep(make, full=full, sizes=sizes, contents=("wide", "large", odd, "empty"), forms=forms)
+        yield one(make, MANY, "contiguous", "many")
 
     return cases
 
@@ -100,6 +102,12 @@ def _softplus(u: Units, x: Tensor) -> Sequence[Want]:
     value = torch.where(x > 20, x, torch.log1p(x.clamp(max=30).exp()))
     value = torch.where(x.isnan(), x, value)
     return _want(value, (2 * u.exp + 4 * u.inside) * value.abs() + 2.1e-9 * (x > 19) + _TINY)
+
+
+def _tanh(u: Units, x: Tensor) -> Sequence[Want]:
+    value = torch.sign(x) * -torch.expm1(-2 * x.abs()) / (1 + (-2 * x.abs()).exp())
+    value = torch.where(x == 0, x, value)
+    return _want(value, (u.exp + 4 * u.inside) * value.abs())
 
 
 def _relu2(u: Units, x: Tensor) -> Sequence[Want]:
@@ -150,6 +158,7 @@ SPECS = (
     _spec("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh, odd="nan"),
     _spec("softplus", F.softplus, _softplus),
     _spec("sigmoid", torch.sigmoid, _sigmoid_truth, "sigmoid"),
+    _spec("tanh", torch.tanh, _tanh, "tanh"),
     _spec("relu2", relu2, _relu2),
     Spec(
         name="swiglu", family="activations", call=swiglu, truth=_swiglu, source=SOURCE, plain=False,

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from harness.ops.arithmetic import Units
 from harness.ops.case import Case, Given, Spec, Want
+from harness.ops.families.matrix import times
 from harness.ops.inputs import Maker, lay, one, values
 
 SOURCE = "Vaswani et al. 2017; scores and probabilities rounded once; Higham 3.1 for the sums"
@@ -58,12 +59,12 @@ def attention_chosen(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
 
 
 def _qkv(
-    gen: torch.Generator, dtype: torch.dtype, tokens: int, keys: int, form: str, heads: tuple[int, int]
+    gen: torch.Generator, dtype: torch.dtype, tokens: int, keys: int, form: str, heads: tuple[int, int], width: int = 16
 ) -> list[Tensor]:
     """Queries of heads[0], keys and values of heads[1]; otherwise than contiguous, heads lie inside of tokens."""
     found = []
     for count, length in ((heads[0], tokens), (heads[1], keys), (heads[1], keys)):
-        x = values(gen, dtype, (2, count, length, 16))
+        x = values(gen, dtype, (2, count, length, width))
         found.append(x.transpose(1, 2).contiguous().transpose(1, 2) if form == "transposed" else lay(x, form))
     return found
 
@@ -84,10 +85,17 @@ def _mask(tokens: int, keys: int, content: str) -> Tensor:
 
 def _masked(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
     tokens, keys = size, size + (4 if content in ("more keys", "fully masked") else 0)
-    heads = (4, 2) if content == "shared heads" else (3, 3)
-    q, k, v = _qkv(gen, dtype, tokens, keys, form, heads)
+    tokens = 1 if content == "one query" else tokens
+    heads = {"shared heads": (4, 2), "one head of keys": (5, 1)}.get(content, (3, 3))
+    wide = int(content.rpartition(" ")[2]) if content.startswith("heads of") else 16
+    q, k, v = _qkv(gen, dtype, tokens, keys, form, heads, wide)
     q = q * 8 if content == "large" else q
-    return Given(args=(q, k, v, _mask(tokens, keys, content)))
+    mask = _mask(tokens, keys, content)
+    if content == "mask by head":  # another one for each sequence and head, each query sees itself
+        mask = mask & ((torch.rand(2, heads[0], tokens, keys, generator=gen) < 0.5) | torch.eye(tokens, keys).bool())
+    elif content == "bias":
+        mask = torch.where(mask, values(gen, dtype, (tokens, keys)), torch.tensor(-math.inf, dtype=dtype))
+    return Given(args=(q, k, v, mask))
 
 
 def _with(*more: object) -> Maker:
@@ -120,12 +128,15 @@ def _truth(
 ) -> Sequence[Want]:
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    off = ((q.shape[-1] + 4) * u.acc + 2 * u.factor) * (q.abs() @ k.abs().mT) / math.sqrt(q.shape[-1])
+    scores = times(q, k.mT) / math.sqrt(q.shape[-1])
+    off = ((q.shape[-1] + 4) * u.acc + 2 * u.factor) * times(q.abs(), k.abs().mT) / math.sqrt(q.shape[-1])
     off = off + 2 * u.out * scores.abs()
     if cap:
         scores = cap * torch.tanh(scores / cap)
         off = off + (u.exp + 2 * u.out) * scores.abs()
+    if mask.is_floating_point():
+        off = off + 2 * u.out * (scores.abs() + mask.abs().nan_to_num(posinf=0.0))
+        scores, mask = scores + mask, mask > -math.inf
     scores = torch.where(mask, scores, -math.inf)
     top = scores.amax(-1, keepdim=True)
     if sinks is not None:
@@ -144,7 +155,8 @@ def _weighed(u: Units, weights: Tensor, off: Tensor, below: Tensor, v: Tensor) -
     depth = torch.where(weights > 0, below.abs(), 0.0)
     relative = off + (weights * off).sum(-1, keepdim=True) + 2 * depth * u.inside + 4 * u.exp
     relative = relative + 2 * u.out + 2 * weights.shape[-1] * u.acc
-    return Want(value=weights @ v, slack=(weights * relative) @ v.abs() + 2.0**-24 * weights.shape[-1] * u.out)
+    slack = times(weights * relative, v.abs()) + 2.0**-24 * weights.shape[-1] * u.out
+    return Want(value=times(weights, v), slack=slack)
 
 
 def _causal_truth(u: Units, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Want]:
@@ -162,17 +174,25 @@ def _chosen_truth(u: Units, q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Se
 
 def _cases(make: Maker, contents: Sequence[str]) -> Callable[[bool], Iterator[Case]]:
     def cases(full: bool) -> Iterator[Case]:
-        for size in (1, 7, 31, 33, 65, 129, 257) if full else (1, 33, 65):
+        for size in (1, 7, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 513) if full else (1, 32, 33, 65, 129):
             yield one(make, size, "contiguous", contents[0])
         for form in ("transposed", "strided", "sliced") if full else ("transposed",):
             yield one(make, 17, form, contents[0])
         for content in contents[1:]:
             yield one(make, 17, "contiguous", content)
+        if "one query" in contents:  # a decode step: keys are divided among workers
+            for keys in (64, 129, 512, 1025, 2049, 4097) if full else (129, 1025):
+                yield one(make, keys, "contiguous", "one query")
 
     return cases
 
 
-_KINDS = ("causal", "dense", "window", "shared heads", "more keys", "one key", "fully masked", "large")
+_KINDS = (
+    "causal", "dense", "window", "shared heads", "one head of keys", "more keys", "one key", "fully masked", "large",
+    "one query", "heads of 64", "heads of 72", "heads of 128", "heads of 192",
+)  # fmt: skip
+_MASKS = ("mask by head", "bias")
+"""Masks of four axes, and such as are added to scores: an operator of its own, since not every kernel takes them."""
 _FEW = ("causal", "window", "shared heads", "fully masked")
 
 
@@ -192,6 +212,7 @@ def _spec(
 
 SPECS = (
     _spec("attention", attention, _truth, _masked, _KINDS, plain=True),
+    _spec("attention_masks", attention, _truth, _masked, _MASKS, plain=True),
     _spec("attention_causal", attention_causal, _causal_truth, _causal, ("causal",), plain=True),
     _spec(
         "attention_sinks", attention_sinks, lambda u, q, k, v, mask, sinks: _truth(u, q, k, v, mask, sinks=sinks),

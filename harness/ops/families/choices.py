@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from harness.ops.arithmetic import Units
-from harness.ops.case import Case, Chosen, Given, Spec, Within
-from harness.ops.inputs import ODD_ROWS, lay, one, sweep, values
+from harness.ops.case import Case, Chosen, Drawn, Given, Spec, Within
+from harness.ops.inputs import ODD_ROWS, lay, long_widths, one, sweep, values
 
 SOURCE = "equality; order of ties free, NaN greatest (torch.topk, torch.sort)"
-DRAWS = 32
+DRAWS = 512
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, draws: int) -> Tensor:
@@ -36,11 +36,13 @@ def _scores(gen: torch.Generator, dtype: torch.dtype, size: int, content: str) -
     x = values(gen, dtype, (rows, 8 if content == "many rows" else size or 7), content)
     if content == "masked":
         x[:, size // 2 :] = float("-inf")
+    if content in ("normal", "few") and size > 2:
+        x[0, -1], x[1, size // 2] = 9.0, 9.0  # the greatest one lies last, and in the middle
     return x
 
 
 def _topk(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
-    count = max(1, size // 3) if content != "all of them" else size
+    count = {"all of them": size, "the first": 1}.get(content, max(1, size // 3))
     return Given(args=(lay(_scores(gen, dtype, size, content), form), min(count, 64) if content == "few" else count))
 
 
@@ -52,27 +54,33 @@ CONTENTS = ("ties", "masked", "nonfinite", "int64", "empty")
 
 
 def _topk_cases(full: bool) -> Iterator[Case]:
-    yield from sweep(_topk, full=full, contents=(*CONTENTS, "all of them"))
-    yield one(_topk, 2049, "contiguous", "few")
+    yield from sweep(_topk, full=full, contents=(*CONTENTS, "all of them", "the first"))
+    for size in (2049, 32771, 131101) if full else (2049, 32771):
+        yield one(_topk, size, "contiguous", "few")
     yield one(_topk, 8, "contiguous", "many rows")
 
 
 def _cases(contents: tuple[str, ...]) -> Callable[[bool], Iterator[Case]]:
-    return lambda full: sweep(_alone, full=full, sizes=() if full else (1, 7, 129, 1025, 4097), contents=contents)
+    return lambda full: sweep(_alone, full=full, sizes=long_widths(full), contents=contents)
 
 
 def _logits(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
     x = values(gen, dtype, (ODD_ROWS, size), "ties" if content.endswith("ties") else "large")
     x = x if content.endswith("ties") else x / 60
-    rule = (0.0, 1.0) if content.startswith("greedy") else (0.7, 0.6)
+    rule = {"greedy": (0.0, 1.0), "hot": (1.7, 1.0)}.get(content.partition(" ")[0], (0.7, 0.6))
     return Given(args=(lay(x, form), *rule, DRAWS))
 
 
-def _support(u: Units, logits: Tensor, temperature: float, top_p: float, draws: int) -> Sequence[Within]:
-    """Return which tokens may be drawn; one at the edge of `top_p` may or may not, within the roundings of a sum."""
+def _support(u: Units, logits: Tensor, temperature: float, top_p: float, draws: int) -> Sequence[Within | Drawn]:
+    """Return the distribution where nothing is left out; else which tokens may be drawn.
+
+    One at the edge of `top_p` may or may not, within the roundings of a sum.
+    """
     if temperature == 0:
         return [Within(allowed=logits == logits.amax(-1, keepdim=True))]
     p = torch.softmax(logits / temperature, -1)
+    if top_p >= 1:
+        return [Drawn(probabilities=p)]
     greater = (p[:, None, :] * (p[:, None, :] > p[:, :, None])).sum(-1)  # what lies strictly before each token
     edge = (p.shape[-1] + 8) * u.inside + 2 * u.exp
     return [Within(allowed=greater < top_p + edge)]
@@ -80,7 +88,7 @@ def _support(u: Units, logits: Tensor, temperature: float, top_p: float, draws: 
 
 def _sample_cases(full: bool) -> Iterator[Case]:
     for size in (7, 129, 301) if full else (129,):
-        for content in ("greedy", "greedy with ties", "top-p", "top-p with ties"):
+        for content in ("greedy", "greedy with ties", "top-p", "top-p with ties", "hot", "hot with ties"):
             yield one(_logits, size, "contiguous", content)
     yield one(_logits, 129, "strided", "greedy")
 

@@ -19,6 +19,9 @@ from harness.ops.inputs import lay, sweep, values
 
 def _pictures(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
     batch = 0 if content == "empty" else 2
+    if content == "patches of 14":  # as a tower for pictures cuts them
+        x, w = values(gen, dtype, (2, 3, 42, 28)), values(gen, dtype, (9, 3, 14, 14))
+        return Given(args=(lay(x, form), w, values(gen, dtype, (9,)), (14, 14), (0, 0)))
     x = lay(values(gen, dtype, (batch, 3, size or 7, 9)), form)
     w, b = values(gen, dtype, (5, 3, 3, 2)), values(gen, dtype, (5,))
     stride, padding = ((2, 3), (1, 0)) if content != "patches" else ((3, 2), (0, 0))
@@ -75,7 +78,8 @@ SPECS = (
     Spec(
         name="conv2d", family="convolution", call=F.conv2d, truth=_conv2d, source=SOURCE,
         cases=lambda full: sweep(
-            _pictures, full=full, sizes=(7, 14, 33) if full else (14,), contents=("patches", "empty"), base=13,
+            _pictures, full=full, sizes=(7, 14, 33) if full else (14,), base=13,
+            contents=("patches", "patches of 14", "empty"),
         ),
     ),
     Spec(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,19 @@ def _blit_cases(full: bool) -> Iterator[Case]:
                 yield one(_blit, 65, "strided", f"{a} to {b}")
 
 
+def _heads(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    """Four axes, heads and tokens exchanged in one of both, as caches and attention lay them."""
+    shape = (2, 3, 0 if content == "empty" else size, 5)
+    new = values(gen, torch.int64 if content == "int64" else dtype, shape)
+    lain = new.transpose(1, 2).contiguous().transpose(1, 2)
+    dst = values(gen, new.dtype, shape) * 0
+    if content == "from tokens":
+        return Given(args=(dst, lain))
+    if content == "into tokens":
+        return Given(args=(dst.transpose(1, 2).contiguous().transpose(1, 2), new))
+    return Given(args=(lay(dst, "sliced"), lain.flip(0) if content == "reversed" else lain))
+
+
 def _row(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
     """A source of one row, repeated over all rows by a stride of 0."""
     dst = lay(values(gen, dtype, (5, size)), form)
@@ -41,7 +55,10 @@ def _row(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content
 def _joined(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
     kind = torch.int64 if content == "int64" else dtype
     sizes = (size, 0, 1, 3) if content != "empty" else (0, 0)
-    return Given(args=(tuple(lay(values(gen, kind, (5, n)), form) for n in sizes),))
+    parts = [values(gen, kind, (5, n)) for n in sizes]
+    if content == "rows":
+        return Given(args=(tuple(lay(part.mT.contiguous(), form) for part in parts), 0))
+    return Given(args=(tuple(lay(part, form) for part in parts), -1))
 
 
 def _whole(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
@@ -57,7 +74,7 @@ def _cast(name: str, target: torch.dtype) -> Spec:
         return [Want(value=x.to(target).to(torch.float64), exact=True)]
 
     return Spec(
-        name=f"to_{name}", family="copies", call=lambda x: x.to(target), truth=truth, source=SOURCE,
+        name=f"to_{name}", family="copies", call=lambda x: x.to(target), truth=truth, source=SOURCE, fresh=False,
         cases=lambda full: sweep(
             _whole, full=full, sizes=() if full else (1, 129, 1025), contents=("large", "halves", "nonfinite", "empty")
         ),
@@ -86,13 +103,21 @@ SPECS = (
         cases=_cases(_row, ()), truth=lambda u, dst, src: [Want(value=src, exact=True)],
     ),
     Spec(
+        name="copy_heads", family="copies", call=lambda dst, src: dst.copy_(src), writes=(0,), source=SOURCE,
+        cases=lambda full: sweep(
+            _heads, full=full, sizes=(1, 7, 33, 129) if full else (1, 33), base=9, forms=("contiguous",),
+            contents=("from tokens", "into tokens", "reversed", "int64", "empty"),
+        ),
+        truth=lambda u, dst, src: [Want(value=src, exact=True)],
+    ),
+    Spec(
         name="contiguous", family="copies", call=lambda x: x.clone(memory_format=torch.contiguous_format),
         truth=_same, cases=_cases(_whole, ("nonfinite", "empty"), FORMS), source=SOURCE,
     ),
     Spec(
-        name="cat", family="copies", call=lambda parts: torch.cat(parts, dim=-1), source=SOURCE,
-        truth=lambda u, parts: [Want(value=_side_by_side(parts), exact=True)],
-        cases=_cases(_joined, ("int64", "empty")),
+        name="cat", family="copies", call=lambda parts, dim: torch.cat(parts, dim=dim), source=SOURCE,
+        truth=lambda u, parts, dim: [Want(value=_joined_by_hand(parts, dim), exact=True)],
+        cases=_cases(_joined, ("rows", "int64", "empty")),
     ),
     _cast("float32", torch.float32),
     _cast("bfloat16", torch.bfloat16),
@@ -100,7 +125,6 @@ SPECS = (
 )  # fmt: skip
 
 
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Return parts next to each other, column by column."""
-    columns = [part[:, i] for part in parts for i in range(part.shape[1])]
-    return torch.stack(columns, 1) if columns else parts[0]
+def _joined_by_hand(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return parts one after the other along an axis."""
+    return torch.from_numpy(np.concatenate([part.numpy() for part in parts], axis=dim))

@@ -25,6 +25,28 @@ def to_fp8(x: Tensor) -> Tensor:
     return x.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
+def to_e5m2(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor in FP8 E5M2: to infinity beyond its largest number."""
+    return x.to(torch.float8_e5m2).view(torch.uint8)
+
+
+def to_int8(x: Tensor, scale: Tensor) -> Tensor:
+    """Return x / scale as codes of 8 bits, in float32. x [T, I]; scale [T, 1] float32."""
+    return (x.float() / scale).round().clamp(-128, 127)
+
+
+def from_int8(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return INT8 weights in float32. codes [O, I] int8, scale [O, 1] float32."""
+    return codes.float() * scale
+
+
+def from_nvfp4(packed: Tensor, scale: Tensor, whole: Tensor) -> Tensor:
+    """Return NVFP4 weights in float32. packed [O, I/2] uint8; scale [O, I/16] uint8 as E4M3; whole [] float32."""
+    table = torch.tensor(E2M1, device=packed.device)
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()
+    return table[codes] * (scale.view(torch.float8_e4m3fn).float() * whole).repeat_interleave(16, -1)
+
+
 def from_fp8_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     """Return an FP8 matrix times its scales of 128 x 128 blocks, in float32. codes [O, I] uint8."""
     wide = scale.repeat_interleave(128, 0)[: codes.shape[0]].repeat_interleave(128, 1)[:, : codes.shape[1]]
@@ -46,20 +68,71 @@ def from_int4_groups(packed: Tensor, scale: Tensor) -> Tensor:
 
 def _fp8_inputs(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
     x = values(gen, dtype, (0 if content == "empty" else 3, size or 7), content)
-    return Given(args=(lay(x * (1 if content == "large" else 2.0**-4), form),))
+    if content == "halves":  # in the middle between two codes, of normal and of subnormal ones: ties go to even
+        x = ((2 * torch.arange(3 * size) + 1) * 2.0**-4).view(3, size).clamp(max=31 / 16)
+        x = (x * 2.0 ** -torch.arange(3.0)[:, None] * 2.0**-5).to(dtype)
+        return Given(args=(lay(x, form),))
+    return Given(args=(lay(x * {"large": 1, "beyond": 2.0**16}.get(content, 2.0**-4), form),))
+
+
+def _rounded(x: Tensor, mantissa: int, bias: int, largest: float) -> Tensor:
+    """Return codes of 8 bits without sign, rounded to nearest, ties to even, by hand; at most that of `largest`."""
+    size = x.abs()
+    exponent = (torch.frexp(size).exponent - 1).clamp(min=1 - bias)
+    step = powers_of_2(exponent - mantissa)
+    value = ((size / step).round() * step).clamp(max=largest)
+    exponent = (torch.frexp(value).exponent - 1).clamp(min=1 - bias)
+    steps, ones = value / powers_of_2(exponent - mantissa), 2**mantissa
+    return torch.where(steps >= ones, (exponent + bias) * ones + steps - ones, steps)
 
 
 def _fp8(u: Units, x: Tensor) -> Sequence[Want]:
-    """Round to E4M3 by hand: 3 bits of mantissa, exponents from -6, saturated at 448."""
-    size = x.abs().clamp(max=FP8_LARGEST)
-    exponent = (torch.frexp(size).exponent - 1).clamp(min=-6)
-    step = powers_of_2(exponent - 3)
-    value = ((size / step).round() * step).clamp(max=FP8_LARGEST)
-    exponent = (torch.frexp(value).exponent - 1).clamp(min=-6)
-    mantissa = value / powers_of_2(exponent - 3)
-    normal = mantissa >= 8
-    code = torch.where(normal, (exponent + 7) * 8 + mantissa - 8, mantissa)
+    code = _rounded(x, 3, 7, FP8_LARGEST)
     return [Want(value=(code + 128 * torch.signbit(x)).to(torch.uint8), exact=True)]
+
+
+def _e5m2(u: Units, x: Tensor) -> Sequence[Want]:
+    code = _rounded(x, 2, 15, 2.0**16)  # the code of 2^16 is infinity's
+    return [Want(value=(code + 128 * torch.signbit(x)).to(torch.uint8), exact=True)]
+
+
+def _int8_inputs(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    x = values(gen, dtype, (0 if content == "empty" else 3, size or 7))
+    scale = torch.rand(x.shape[0], 1, generator=gen) * 0.01 + 0.01
+    if content == "halves":  # in the middle between two codes
+        x, scale = (torch.arange(3 * size).view(3, size) % 200 - 100 + 0.5).to(dtype), torch.ones(3, 1)
+    return Given(args=(lay(x, form), scale))
+
+
+def _int8_truth(u: Units, x: Tensor, scale: Tensor) -> Sequence[Want]:
+    """A quotient within its own rounding of the middle may go either way; at the middle itself to even."""
+    value = x / scale
+    near = ((value - value.floor() - 0.5).abs() <= 2.0**-23 * value.abs()) & (value != value.floor() + 0.5)
+    return [Want(value=value.round().clamp(-128, 127), slack=near.double())]
+
+
+def _int8_codes(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    codes = torch.randint(-128, 128, (5, size), generator=gen).to(torch.int8)
+    return Given(args=(lay(codes, form), torch.rand(5, 1, generator=gen) + 0.01))
+
+
+def _from_int8_truth(u: Units, codes: Tensor, scale: Tensor) -> Sequence[Want]:
+    return [Want(value=codes.double() * scale, slack=u.out * (codes.double() * scale).abs())]
+
+
+def _nvfp4(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    groups = max(1, size // 16)
+    packed = torch.randint(0, 256, (5, groups * 8), generator=gen).to(torch.uint8)
+    scale = torch.randint(1, 126, (5, groups), generator=gen).to(torch.uint8)
+    return Given(args=(lay(packed, form), scale, torch.rand((), generator=gen) + 0.01))
+
+
+def _nvfp4_truth(u: Units, packed: Tensor, scale: Tensor, whole: Tensor) -> Sequence[Want]:
+    out = torch.empty(packed.shape[0], packed.shape[1] * 2, dtype=torch.float64)
+    table = torch.tensor(E2M1, dtype=torch.float64)
+    out[:, 0::2], out[:, 1::2] = table[packed.long() % 16], table[packed.long() // 16]
+    value = out * (_e4m3(scale) * whole)[:, torch.arange(out.shape[1]) // 16]
+    return [Want(value=value, slack=2 * 2.0**-24 * value.abs())]
 
 
 def _blocks(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
@@ -69,12 +142,17 @@ def _blocks(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, cont
 
 
 def _blocks_truth(u: Units, codes: Tensor, scale: Tensor) -> Sequence[Want]:
+    rows, columns = torch.arange(codes.shape[0]) // 128, torch.arange(codes.shape[1]) // 128
+    value = _e4m3(codes) * scale[rows][:, columns]
+    return [Want(value=value, slack=u.out * value.abs())]
+
+
+def _e4m3(codes: Tensor) -> Tensor:
+    """Return what bytes are as E4M3, in float64, by hand."""
     code = codes.long()
     exponent, mantissa = (code & 127) >> 3, (code & 7).double()
     size = torch.where(exponent > 0, (1 + mantissa / 8) * powers_of_2(exponent - 7), mantissa * 2.0**-9)
-    rows, columns = torch.arange(code.shape[0]) // 128, torch.arange(code.shape[1]) // 128
-    value = torch.where(code > 127, -size, size) * scale[rows][:, columns]
-    return [Want(value=value, slack=u.out * value.abs())]
+    return torch.where(code > 127, -size, size)
 
 
 def _mxfp4(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
@@ -115,7 +193,11 @@ def _spec(
 
 
 SPECS = (
-    _spec("to_fp8", to_fp8, _fp8, _fp8_inputs, "large", "empty"),
+    _spec("to_fp8", to_fp8, _fp8, _fp8_inputs, "large", "beyond", "halves", "empty"),
+    _spec("to_e5m2", to_e5m2, _e5m2, _fp8_inputs, "large", "beyond", "halves", "empty"),
+    _spec("to_int8", to_int8, _int8_truth, _int8_inputs, "halves", "empty"),
+    _spec("from_int8", from_int8, _from_int8_truth, _int8_codes),
+    _spec("from_nvfp4", from_nvfp4, _nvfp4_truth, _nvfp4),
     _spec("from_fp8_blocks", from_fp8_blocks, _blocks_truth, _blocks),
     _spec("from_mxfp4", from_mxfp4, _mxfp4_truth, _mxfp4),
     _spec("from_int4_groups", from_int4_groups, _int4_truth, _int4),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,13 +21,19 @@ MANY_ROWS = 65539
 """Beyond 2^16 - 1, the most blocks that the second axis of a launch grid has."""
 
 
+def times(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b by numpy: torch's own product may be what is tested."""
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.matmul(a.numpy(), b.numpy()))
+
+
 def product(u: Units, a: Tensor, b: Tensor, *, more: int = 0) -> Want:
     """Return what a @ b must be; `more` further terms are added to each sum."""
     count = a.shape[-1] + more
-    size = a.abs() @ b.abs()
+    size = times(a.abs(), b.abs())
     factors = 2 * u.factor * size
     return Want(
-        value=a @ b, slack=(count + 1) * u.acc * size + factors,
+        value=times(a, b), slack=(count + 1) * u.acc * size + factors,
         spread=count**0.5 * u.acc * size + factors,
     )  # fmt: skip
 
@@ -40,16 +47,25 @@ def _pair(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, conten
     return Given(args=(lay(a, form), lay(b, "transposed" if form == "strided" else form)))
 
 
+def _square(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    """Rows or columns as many as `size`, so that tiles of the output have edges: contents `rows`, `columns`."""
+    rows, columns = (size, 9) if content == "rows" else (3, size)
+    return Given(args=(values(gen, dtype, (rows, 24)), lay(values(gen, dtype, (24, columns)), form)))
+
+
 def _matmul_cases(full: bool) -> Iterator[Case]:
-    sizes = () if full else (1, 7, 64, 129, 1025, 2049)
+    sizes = () if full else (1, 7, 17, 33, 64, 72, 129, 257, 385, 513, 1025, 2049)
     yield from sweep(_pair, full=full, sizes=sizes)
     yield one(_pair, 2, "contiguous", "many rows")
+    for size in (1, 2, 8, 16, 17, 33, 64, 65, 127, 128, 129, 257, 513, 1025) if full else (1, 64, 129, 513):
+        yield one(_square, size, "contiguous", "rows")
+        yield one(_square, size, "transposed", "columns")
 
 
 def _batched(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
-    count = 0 if content == "no batch" else 3
-    shapes = (count, 5, size), (count, size, 7)
-    return Given(args=tuple(lay(values(gen, dtype, shape, "normal"), form) for shape in shapes))
+    count = {"no batch": 0, "many": 517}.get(content, 3)
+    a, b = (lay(values(gen, dtype, shape), form) for shape in ((count, 5, size), (count, size, 7)))
+    return Given(args=(a, b[:1].expand(count, size, 7) if content == "one for all" else b))
 
 
 def _linear(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
@@ -61,8 +77,8 @@ def _linear_truth(u: Units, x: Tensor, w: Tensor, b: Tensor) -> Sequence[Want]:
     found = product(u, x, w.mT, more=1)
     assert found.slack is not None
     assert found.spread is not None
-    size = b.abs() + x.abs() @ w.abs().mT
-    rounded = u.out * (x @ w.mT).abs()  # the bias may be added to a product that was rounded already
+    size = b.abs() + times(x.abs(), w.abs().mT)
+    rounded = u.out * found.value.abs()  # the bias may be added to a product that was rounded already
     return [Want(value=found.value + b, slack=found.slack + u.acc * size + rounded, spread=found.spread + rounded)]
 
 
@@ -83,6 +99,19 @@ def expert_product(x_TI: Tensor, w_EOI: Tensor, ends_E: Tensor) -> Tensor:
     return out
 
 
+def _groups(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    """As `_experts`, for torch's own operator: widths of whole 16 bytes, ends in int32, weights [E, I, O]."""
+    wide = max(8, -(-size // 8) * 8)
+    counts = [0, 0, 0, 0] if content == "empty" else [3, 0, 1, 8]
+    w = values(gen, dtype, (4, 24, wide)).mT if form == "transposed" else values(gen, dtype, (4, wide, 24))
+    return Given(args=(values(gen, dtype, (sum(counts), wide)), w, torch.tensor(counts).cumsum(0).to(torch.int32)))
+
+
+def grouped_mm(x_TI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """Return each row times the matrix of its group, by the operator that torch has for it."""
+    return torch.nn.functional.grouped_mm(x_TI, w_EIO, offs=ends_E)
+
+
 def _experts_truth(u: Units, x: Tensor, w: Tensor, ends: Tensor) -> Sequence[Want]:
     owner = torch.searchsorted(ends, torch.arange(x.shape[0]), right=True)
     found = product(u, x[:, None, :], w[owner].mT)
@@ -99,7 +128,8 @@ SPECS = (
     Spec(
         name="bmm", family="matrix", call=torch.bmm, truth=lambda u, a, b: [product(u, a, b)],
         cases=lambda full: sweep(
-            _batched, full=full, sizes=() if full else (7, 129, 1025), contents=("empty", "no batch")
+            _batched, full=full, sizes=() if full else (7, 129, 1025),
+            contents=("one for all", "many", "empty", "no batch"),
         ),
         into=lambda out, a, b: torch.bmm(a, b, out=out), strided_into=True, source=SOURCE,
     ),
@@ -114,5 +144,16 @@ SPECS = (
             _experts, full=full, sizes=() if full else (7, 65), contents=("empty",), forms=("strided", "transposed")
         ),
         source=SOURCE, plain=False,
+    ),
+    *(
+        Spec(
+            name="grouped_mm", family="matrix", call=grouped_mm, source=SOURCE,
+            truth=lambda u, x, w, ends: _experts_truth(u, x, w.mT, ends.long()),
+            cases=lambda full: sweep(
+                _groups, full=full, sizes=(8, 16, 64, 136, 1032) if full else (8, 136), contents=("empty",),
+                forms=("transposed",),
+            ),
+        )
+        for _ in range(hasattr(torch.nn.functional, "grouped_mm"))
     ),
 )  # fmt: skip

@@ -35,8 +35,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
+def l2_norm(x: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(sum(x^2) + eps), in float32, rounded once."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 def _inputs(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
-    rows = 0 if content == "empty" else ODD_ROWS
+    rows = {"empty": 0, "many rows": 65539}.get(content, ODD_ROWS)
+    size = 8 if content == "many rows" else size
     width = size or 7
     x = values(gen, dtype, (rows, width), content)
     if content == "zeros":
@@ -53,6 +60,15 @@ def _with_bias(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, c
 def _rms_truth(u: Units, x: Tensor, weight: Tensor, eps: float) -> Sequence[Want]:
     value = x * (x.square().mean(-1, keepdim=True) + eps) ** -0.5 * weight
     return [_scaled(u, value, x.shape[-1])]
+
+
+def _l2_truth(u: Units, x: Tensor, eps: float) -> Sequence[Want]:
+    return [_scaled(u, x * (x.square().sum(-1, keepdim=True) + eps) ** -0.5, x.shape[-1])]
+
+
+def _bare(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    x, _, eps = _inputs(gen, dtype, size, form, content).args
+    return Given(args=(x, eps))
 
 
 def _scaled(u: Units, value: Tensor, width: int) -> Want:
@@ -79,18 +95,25 @@ def _layer_truth(u: Units, x: Tensor, weight: Tensor, bias: Tensor, eps: float) 
 SPECS = (
     Spec(
         name="rms_norm", family="norms", call=rms_norm, truth=_rms_truth, source=SOURCE,
-        cases=lambda full: sweep(_inputs, full=full, contents=("large", "tiny", "zeros", "nonfinite", "empty")),
+        cases=lambda full: sweep(
+            _inputs, full=full, contents=("large", "tiny", "zeros", "nonfinite", "many rows", "empty")
+        ),
     ),
     Spec(
         name="rms_norm_plus_one", family="norms", call=rms_norm_plus_one, source=SOURCE, plain=False,
         truth=lambda u, x, weight, eps: _rms_truth(u, x, 1.0 + weight, eps),
-        cases=lambda full: sweep(_inputs, full=full, sizes=() if full else (7, 129, 1025), contents=("large",)),
+        cases=lambda full: sweep(_inputs, full=full, sizes=() if full else (7, 64, 129, 1025), contents=("large",)),
+    ),
+    Spec(
+        name="l2_norm", family="norms", call=l2_norm, truth=_l2_truth, source=SOURCE, plain=False,
+        cases=lambda full: sweep(
+            _bare, full=full, sizes=() if full else (7, 64, 129), contents=("large", "zeros", "nonfinite", "empty")
+        ),
     ),
     Spec(
         name="layer_norm", family="norms", call=layer_norm, truth=_layer_truth, source=SOURCE,
         cases=lambda full: sweep(
-            _with_bias, full=full, contents=("large", "far from 0", "nonfinite", "empty"),
-            sizes=() if full else (2, 7, 129, 1025, 2049),
+            _with_bias, full=full, contents=("large", "far from 0", "nonfinite", "many rows", "empty"),
         ),
     ),
 )  # fmt: skip

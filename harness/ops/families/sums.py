@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from harness.ops.arithmetic import Units
 from harness.ops.case import Case, Given, Spec, Want
-from harness.ops.inputs import ODD_ROWS, lay, one, sweep, values
+from harness.ops.inputs import ODD_ROWS, lay, long_widths, one, sweep, values
 
 SOURCE = "Higham, Accuracy and Stability, 3.1 and 4.2; Blanchard, Higham and Higham 2021 for softmax"
 _TINY = 2.0**-126
@@ -31,7 +32,8 @@ def _rows(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, conten
 
 
 def _softmax_cases(full: bool) -> Iterator[Case]:
-    yield from sweep(_rows, full=full, contents=("large", "masked", "nonfinite", "empty"))
+    contents = ("large", "masked", "nonfinite", "empty")
+    yield from sweep(_rows, full=full, sizes=long_widths(full), contents=contents)
     yield one(_rows, 3, "contiguous", "many rows")
     for size in (7, 1025):
         yield one(_columns, size, "contiguous", "down the columns")
@@ -49,7 +51,8 @@ def _softmax(u: Units, x: Tensor, dim: int) -> Sequence[Want]:
     worst = (depth + (value * depth).sum(dim, keepdim=True)).nan_to_num(0.0)
     kept = 2.02 * u.out if dim != -1 else 0.0  # down a column, libraries keep what they sum up in the dtype
     steps = (worst + 4) * u.inside + 2 * u.exp + x.shape[dim] * u.acc + kept
-    return [Want(value=value, slack=steps * value.abs() + _TINY)]
+    nothing = torch.where(x.amax(dim, keepdim=True) == -math.inf, 0.0, value)  # NaN in torch, 0 on some devices
+    return [Want(value=value, slack=steps * value.abs() + _TINY, also=nothing)]
 
 
 def _log_softmax(u: Units, x: Tensor, dim: int) -> Sequence[Want]:
@@ -74,16 +77,12 @@ def running(u: Units, x: Tensor, dim: int) -> Sequence[Want]:
 
 
 def _summed(x: Tensor, dim: int) -> Tensor:
-    """Return running sums, step by step."""
-    out, total = torch.empty_like(x), torch.zeros_like(x.sum(dim))
-    for i in range(x.shape[dim]):
-        total = total + x.select(dim, i)
-        out.select(dim, i).copy_(total)
-    return out
+    """Return running sums, one term after the other."""
+    return torch.from_numpy(np.cumsum(x.numpy(), axis=dim))
 
 
 def _cumsum_cases(full: bool) -> Iterator[Case]:
-    sizes = () if full else (1, 7, 129, 1025, 2049)
+    sizes = long_widths(full)
     yield from sweep(_rows, full=full, sizes=sizes, contents=("far from 0", "nonfinite", "empty"))
     yield one(_columns, 1025, "contiguous", "down the columns")
     yield one(_whole, 1025, "contiguous", "int64")
@@ -95,7 +94,8 @@ def _whole(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, conte
 
 def _reduced(u: Units, x: Tensor, dim: int, *, mean: bool = False) -> Sequence[Want]:
     width = x.shape[dim]
-    value, size = x.sum(dim), x.abs().sum(dim)
+    with np.errstate(all="ignore"):
+        value, size = (torch.from_numpy(np.asarray(part.numpy().sum(dim))) for part in (x, x.abs()))
     if mean:
         value, size = value / width, size / width
     rounded = u.inside * value.abs()
@@ -103,12 +103,25 @@ def _reduced(u: Units, x: Tensor, dim: int, *, mean: bool = False) -> Sequence[W
 
 
 def _extreme(u: Units, x: Tensor, dim: int) -> Sequence[Want]:
-    return [Want(value=x.amax(dim))]
+    return [Want(value=torch.from_numpy(x.numpy().max(dim)))]
 
 
 def _reduce_cases(full: bool) -> Iterator[Case]:
-    sizes = () if full else (1, 7, 129, 1025, 4097)
+    sizes = long_widths(full)
     yield from sweep(_rows, full=full, sizes=sizes, contents=("far from 0", "nonfinite", "empty", "many rows"))
+    for size in (7, 1025):
+        yield one(_columns, size, "contiguous", "down the columns")
+    yield one(_planes, 33, "contiguous", "down the planes")
+
+
+def _sum_cases(full: bool) -> Iterator[Case]:
+    yield from _reduce_cases(full)
+    yield one(_whole, 1025, "contiguous", "int64")
+
+
+def _planes(gen: torch.Generator, dtype: torch.dtype, size: int, form: str, content: str) -> Given:
+    """Three axes, the one in the middle reduced: as over heads, or over the choices of a token."""
+    return Given(args=(lay(values(gen, dtype, (3, size, 17), "normal"), form), 1))
 
 
 SPECS = (
@@ -124,7 +137,7 @@ SPECS = (
         name="cumsum", family="sums", call=torch.cumsum, truth=running, cases=_cumsum_cases, source=SOURCE,
     ),
     Spec(
-        name="sum", family="sums", call=torch.sum, truth=_reduced, cases=_reduce_cases, source=SOURCE,
+        name="sum", family="sums", call=torch.sum, truth=_reduced, cases=_sum_cases, source=SOURCE,
         into=lambda out, x, dim: torch.sum(x, dim, out=out), strided_into=True,
     ),
     Spec(
