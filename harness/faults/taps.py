@@ -183,6 +183,7 @@ def tap_prefill_kernel(ports: Tapped) -> Places:
 def tap_decode_position(ports: Tapped) -> Places:
     """Single steps are one position too far."""
     ports.find(r"k_rope$")
+    unit = next(name for name in ports.taps if name.endswith("k_rope")).rpartition(".")[0]
 
     def change(inputs: Inputs, call: Call) -> Inputs:
         if call.rows != 1 or not call.start:
@@ -192,7 +193,7 @@ def tap_decode_position(ports: Tapped) -> Places:
         return dataclasses.replace(inputs, position_ids=positions + 1)
 
     ports.inputs(change)
-    return ["layers.0", "layers.0.attn*"]
+    return [unit.rpartition(".")[0], f"{unit}*"]
 
 
 @fault("LC07", cause=PHASE, needs="a latent in the cache, phases")
