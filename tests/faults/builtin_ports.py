@@ -403,30 +403,33 @@ def load_raises() -> type[AccelAdapter]:
 @fault
 def segfaults_in_decode() -> None:
     """The sparse decode kernel reads memory that is not there."""
-    around(ops, "attend_sparse", lambda real, *args, **kwargs: ctypes.string_at(0))
+    around(ops, "attend_decode", lambda real, *args, **kwargs: ctypes.string_at(0))
+
+
+def recording(change: Callable[[Any, str, torch.Tensor, dict[str, str]], torch.Tensor]) -> None:
+    """Let the port's model record through `change(record, tap, tensor, words)`."""
+
+    def run(real: Any, self: model.Model, step: Any, store: Any, record: Any) -> Any:
+        return real(self, step, store, lambda tap, tensor, **words: change(record, tap, tensor, words))
+
+    around(model.Model, "run", run)
 
 
 @fault
 def nan_in_layer_2() -> None:
     """One layer's output holds a NaN from the ninth token on."""
 
-    def layer(real: Any, self: model.Model, number: int, h: torch.Tensor, *args: Any) -> torch.Tensor:
-        value = real(self, number, h, *args)
-        if number == 2:
-            value[:, 8:, 3] = float("nan")
-        return value
+    def change(record: Any, tap: str, tensor: torch.Tensor, words: dict[str, str]) -> torch.Tensor:
+        if tap == "layers.2":
+            tensor = tensor.clone()
+            tensor[:, 8:, 3] = float("nan")
+        shown: torch.Tensor = record(tap, tensor, **words)
+        return shown
 
-    around(model.Model, "_layer", layer)
+    recording(change)
 
 
 @fault
 def layer_not_shown() -> None:
     """The port never shows one layer's output."""
-
-    def run(real: Any, self: model.Model, inputs: Any, start: int, stop: int, store: Any, features: Any, record: Any):
-        def hiding(tap: str, tensor: torch.Tensor, **words: str) -> torch.Tensor:
-            return tensor if tap == "layers.3" else record(tap, tensor, **words)
-
-        return real(self, inputs, start, stop, store, features, hiding)
-
-    around(model.Model, "run", run)
+    recording(lambda record, tap, tensor, words: tensor if tap == "layers.3" else record(tap, tensor, **words))

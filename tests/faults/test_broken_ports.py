@@ -33,7 +33,7 @@ def test_a_crash_keeps_what_was_learned(verify):
     assert "SIGSEGV" in first["message"]
     assert outcome.stages["load"] == "PASSED"
     stage = next(s for s in outcome.results["stages"] if s["name"] == "startup")
-    assert "attend_sparse" in json.dumps(stage["facts"]["failures"]) or "builtin_ports" in json.dumps(stage["facts"])
+    assert "attend_decode" in json.dumps(stage["facts"]["failures"]) or "builtin_ports" in json.dumps(stage["facts"])
     assert (outcome.out / "measurements" / "load.jsonl").is_file()
 
 
