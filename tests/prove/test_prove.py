@@ -19,14 +19,14 @@ from harness.faults.table import as_data, failed, markdown, scores
 
 def test_a_fault_of_any_port_is_found_and_written_down(tmp_path, capsys):
     """A fault of the built-in port, at a tap that it shows: refused at its place; cosine passes it."""
-    words = ["--architecture", "builtin", "--only", "tap_attention_scaled"]
+    words = ["--architecture", "builtin", "--only", "tap_head_scaled"]
     assert cli.run(["prove", *words, "--out", str(tmp_path)]) == 0
     assert "recording the reference" in capsys.readouterr().err
     data = json.loads((tmp_path / "prove.json").read_text())
     assert data["format"] == "day0.prove/1"
     assert data["proved"]
     (fault,) = data["rows"]
-    assert (fault["outcome"], fault["tap"], fault["place_right"]) == ("detected", "layers.2.attn", True)
+    assert (fault["outcome"], fault["tap"], fault["place_right"]) == ("detected", "layers.2.attn.core", True)
     assert fault["naive"]["cosine 0.99"] is False
     assert "| relative 1e-3 |" in (tmp_path / "prove.md").read_text()
 
