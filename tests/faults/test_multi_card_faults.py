@@ -9,7 +9,7 @@ import pytest
     ("fault", "layout", "criterion", "place", "cause"),
     [
         ("shared_expert_not_reduced", "tp2", "simulated", "layers.2.moe.shared_expert", "only when split as tp2"),
-        ("sinks_of_rank_0", "tp2", "simulated.tails", "layers.0.attn.core", "only when split as tp2"),
+        ("sinks_of_rank_0", "tp2", "simulated.tails", "layers.3.attn.core", "only when split as tp2"),
         ("expert_map_permuted", "ep2", "simulated", "layers.3.moe.experts", "only when split as ep2"),
         ("row_sum_missing", "tp2", "agreement", "layers.1.attn", "only when split as tp2"),
         ("bias_on_every_rank", "tp2", "simulated", "vision.blocks.1", "only when split as tp2"),
