@@ -319,12 +319,18 @@ def send_buffer_reused() -> None:
 def vocabulary_padded() -> None:
     """MC20: the vocabulary is padded for the split, and the padded columns reach the sampler as logit 0."""
 
-    def logits(real: Any, self: model.Model, x: torch.Tensor) -> torch.Tensor:
-        whole: torch.Tensor = real(self, x)
+    def run(real: Any, self: model.Model, step: Any, store: Any, record: Any) -> Any:
         width = 2 * self.place.layout.tp
-        return torch.nn.functional.pad(whole, (0, -whole.shape[-1] % width)) if width > 2 else whole
 
-    around(model.Model, "_logits", logits)
+        def padding(tap: str, tensor: torch.Tensor, **words: str) -> torch.Tensor:
+            if tap == "logits" and width > 2:
+                tensor = torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % width))
+            shown: torch.Tensor = record(tap, tensor, **words)
+            return shown
+
+        return real(self, step, store, padding)
+
+    around(model.Model, "run", run)
 
 
 @fault
