@@ -249,13 +249,13 @@ def keys_unscaled() -> None:
 
 
 @fault
-def beyond_128() -> None:
-    """LC04: attention is wrong from position 128 on."""
+def beyond_160() -> None:
+    """LC04: attention is wrong from position 160 on."""
     follow()
 
     def attended(real: Any, held: Held, layer: int, *args: Any) -> Tensor:
         value = real(held, layer, *args)
-        late = torch.arange(Here.start, Here.stop) >= 128
+        late = torch.arange(Here.start, Here.stop) >= 160
         return torch.where(late[None, :, None, None], value * 1.08, value) if layer == LAYER else value
 
     around(sparse, "_attended", attended)
@@ -294,7 +294,7 @@ def memory_kept() -> None:
 
     def layer(real: Any, self: Model, number: int, *args: Any) -> Any:
         value = real(self, number, *args)
-        if Here.stop > 140:  # at length only: the test is about long context, and the machine may be small
+        if Here.stop > 160:  # at length only: the test is about long context, and the machine may be small
             kept.append(torch.ones(value[-1].shape[1], 1 << 16))
         return value
 

@@ -8,14 +8,14 @@ import pytest
 
 HERE = Path(__file__).parent
 BUILTIN = HERE / "builtin_numeric_ports.py"
-ONE_CARD = ("--set", "scope.max_length_tokens=161", "--set", 'scope.layouts=["single"]')
-"""Long enough for what begins at 100 or 128 tokens; one card, so that no other stage stands in between."""
+ONE_CARD = ("--set", "scope.max_length_tokens=193", "--set", 'scope.layouts=["single"]')
+"""Long enough for what begins at 160 tokens, where text has ended; one card, so that no other stage stands between."""
 
 
 @pytest.mark.parametrize(
     ("fault", "stage", "tap", "cause"),
     [
-        ("beyond_128", "long_context", "layers.3", "position"),
+        ("beyond_160", "long_context", "layers.3", "position"),
         ("indexer_rotates_when_long", "text", "layers.3.attn.indexer.q", "rotary style"),
     ],
 )
