@@ -84,7 +84,7 @@ def test_a_waiver_holds_until_it_expires(verify, tmp_path, expires, accepted, st
     folder = tmp_path / "mine"
     shutil.copytree(next(iter(checklists.__path__)), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     waived = "".join(
-        f'[[waivers]]\ncriterion = "{criterion}"\nsubject = "model.layers.1.*"\nowner = "A. Person"\n'
+        f'[[waivers]]\ncriterion = "{criterion}"\nsubject = "model.layers.3.*"\nowner = "A. Person"\n'
         f'link = "https://tracker.example/1"\nexpires = "{expires}"\n'
         for criterion in ("load.values", "load.conversion.same")  # what is drawn anew differs from load to load too
     )
