@@ -144,3 +144,9 @@ def test_the_scan_sees_a_broad_handler(tmp_path, monkeypatch, text, expected):
     file = tmp_path / "sample.py"
     file.write_text(text)
     assert len(broad_handlers(file)) == expected
+
+
+def test_every_file_of_tests_has_a_name_of_its_own() -> None:
+    """Two modules of one name cannot be collected by one process."""
+    names = [path.name for path in sorted((ROOT / "tests").rglob("*.py")) if path.name != "conftest.py"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
