@@ -4,20 +4,27 @@ import base64
 import io
 import json
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+from accel_runs import setup_of
 
+import accel_impl
 from accel_impl import wire
 from harness.adapter import silent
 from harness.types import Case
 
 
-@pytest.fixture
-def port(opened: Any) -> Any:
-    return opened("bfloat16")
+@pytest.fixture(scope="module")
+def port(checkpoint: Any) -> Iterator[Any]:
+    """A port of this file alone: what its server keeps of ended requests would be in the way of other tests."""
+    made = accel_impl.adapter(checkpoint, setup_of("bfloat16"))
+    made.load(checkpoint, setup_of("bfloat16"))
+    yield made
+    made.close()
 
 
 def post(port: Any, path: str, body: Any) -> httpx.Response:
@@ -193,10 +200,6 @@ def test_a_conversation_without_messages_is_refused(port: Any) -> None:
 
 def test_closing_the_port_ends_the_server(checkpoint: Any) -> None:
     """After close nothing listens where the server was."""
-    from accel_runs import setup_of
-
-    import accel_impl
-
     port = accel_impl.adapter(checkpoint, setup_of("bfloat16"))
     port.load(checkpoint, setup_of("bfloat16"))
     url = port.serve()
@@ -208,10 +211,6 @@ def test_closing_the_port_ends_the_server(checkpoint: Any) -> None:
 
 def test_loading_anew_ends_the_server(checkpoint: Any) -> None:
     """A port that is loaded again serves from what it holds now: the old endpoint is gone, a new one answers."""
-    from accel_runs import setup_of
-
-    import accel_impl
-
     port = accel_impl.adapter(checkpoint, setup_of("bfloat16"))
     port.load(checkpoint, setup_of("bfloat16"))
     url = port.serve()
