@@ -1,4 +1,4 @@
-"""What a worker does beyond a forward: chat front end, two requests at once, an endpoint, collectives. Returns facts.
+"""What a worker does beyond a forward: chat front end, two requests at once, collectives. Returns facts.
 
 Knows adapters and their capabilities (checked by the caller, so an adapter is any object here); must not know what the
 other side answered, limits or files. Facts are plain JSON: whether they are right is decided elsewhere.
@@ -6,21 +6,16 @@ other side answered, limits or files. Facts are plain JSON: whether they are rig
 
 from __future__ import annotations
 
-import base64
-import struct
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.adapter import Inputs, TokenIds, capabilities, silent
-from harness.cases import seeded_image
+from harness.adapter import TokenIds, silent
 from harness.errors import PortError
 from harness.metrics import collectives as exact
-from harness.types import Case, Facts, Image, Run
+from harness.types import Case, Facts, Run
 
 
 def chat(port: Any, options: Mapping[str, Any]) -> Facts:
@@ -105,108 +100,6 @@ def _drain(requests: list[Iterator[tuple[int, Tensor]]]) -> list[tuple[TokenIds,
                 results[index][0].append(step[0])
                 results[index][1].append(step[1])
     return results
-
-
-def serve(port: Any, run: Run, beat: Callable[[str], None]) -> Facts:
-    """Hold the port's endpoint against the port itself, called without HTTP (run kind `serve`).
-
-    Options: `prompts` (texts, beside the token ids of the run's case), `conversations`, `picture` (height and width of
-    one in a further conversation), `timeout_s`.
-    Returns: what `harness.adapters.smoke.smoke` returns.
-    """
-    from harness.adapters.smoke import smoke
-
-    if run.case is None:
-        raise PortError(f"run {run.id}: expected a case, found none")
-    beat("starting the server")
-    base_url = port.serve()
-    count, cases, chats = run.case.max_new_tokens, [run.case], []
-    front = "chat" in capabilities(port)
-    if front:
-        cases += [Case(id=f"prompt-{i}", prompt=p, max_new_tokens=count) for i, p in enumerate(run.options["prompts"])]
-        talks = [tuple(messages) for messages in run.options["conversations"]]
-        chats = [Case(id=f"chat-{i}", messages=talk, max_new_tokens=count) for i, talk in enumerate(talks)]
-        if "picture" in run.options:
-            height, width = run.options["picture"]
-            image = seeded_image(height, width, seed=4)
-            told = ({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]},)
-            chats.append(Case(id="chat-picture", messages=told, images=(image,), max_new_tokens=count))
-    return smoke(
-        base_url,
-        [_request_of(port, case, front) for case in cases],
-        chats=[_request_of(port, case, front) for case in chats],
-        max_length_tokens=port.scope.max_length_tokens,
-        timeout_s=float(run.options.get("timeout_s", 60)),
-        beat=beat,
-    )
-
-
-def _request_of(port: Any, case: Case, front: bool) -> dict[str, Any]:
-    """Return a request and, unless the port is nothing but an endpoint, what it answers without one."""
-    request: dict[str, Any] = {"id": case.id, "max_tokens": case.max_new_tokens}
-    if case.messages is not None:
-        request["messages"] = _over_http(case)
-    else:
-        request["prompt"] = case.prompt if case.prompt is not None else list(case.token_ids or ())
-    if "*" in port.scope.unobservable:
-        return request
-    inputs = port.prepare(case, silent)
-    ids = _ids(port.generate(inputs, case.max_new_tokens, silent))
-    answer: dict[str, Any] = {"prompt_tokens": int(inputs.token_ids.shape[-1]), "token_ids": ids}
-    if "phases" in capabilities(port):
-        answer["ties"] = partial(_ties, port, inputs, ids)
-    if front:
-        ending = port.eos_ids()
-        answer |= {"text": port.decode(ids), "ended": bool(ids) and ids[-1] in ending}
-    return request | {"expected": answer}
-
-
-def _over_http(case: Case) -> list[dict[str, Any]]:
-    """Return a conversation as it goes over the wire: each picture as a PNG in a `data:` URL where its mark stood."""
-    urls = iter([f"data:image/png;base64,{base64.b64encode(png(image)).decode()}" for image in case.images])
-
-    def part_of(part: Any) -> Any:
-        return {"type": "image_url", "image_url": {"url": next(urls)}} if part.get("type") == "image" else part
-
-    return [
-        {**m, "content": [part_of(p) for p in m["content"]] if isinstance(m["content"], list) else m["content"]}
-        for m in case.messages or ()
-    ]
-
-
-def png(image: Image) -> bytes:
-    """Return a picture as a PNG file: no filter, one block of data."""
-    row = 3 * image.width
-    rgb = base64.b64decode(image.rgb)
-    lines = b"".join(b"\0" + rgb[at : at + row] for at in range(0, len(rgb), row))
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    head = struct.pack(">IIBBBBB", image.width, image.height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
-
-
-def _ties(port: Any, inputs: Inputs, ids: TokenIds) -> list[list[int]]:
-    """Return for each token that a port generated the ids that it might as well have taken, rounded otherwise.
-
-    Those whose logit lies below the best by no more than twice what the port's own phases, one prefill and single
-    steps, differ by at most: each of two logits may move by that much.
-    """
-    prompt, first = inputs.token_ids, inputs.token_ids.shape[-1]
-    token_ids = torch.cat([prompt, torch.tensor([ids], device=prompt.device)], dim=-1)
-    whole = Inputs(token_ids=token_ids, extras=inputs.extras)
-    end = first + len(ids) - 1
-    prefill = port.forward(whole, silent)[0, first - 1 : end].double()
-    slot = port.open()
-    try:
-        spans = [(0, first), *((at, at + 1) for at in range(first, end))]
-        steps = torch.cat([port.step(slot, whole, start, stop, silent)[0, -1:].double() for start, stop in spans])
-    finally:
-        port.free(slot)
-    moved = (steps - prefill).abs().max()
-    behind = prefill.amax(dim=-1, keepdim=True) - prefill
-    return [row.nonzero()[:, 0].tolist() for row in behind <= 2 * moved]
 
 
 def collectives(device: str, beat: Callable[[str], None]) -> Facts:

@@ -263,9 +263,9 @@ def _concurrent(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace
 
 
 def _serve(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | None) -> Facts:
-    from harness import exercise
+    from harness import served
 
-    return dict(exercise.serve(_capable(bench, "serves", run), run, bench.beat))
+    return dict(served.serve(_capable(bench, "serves", run), run, bench.beat))
 
 
 def _operators(bench: Bench, run: Run, recorder: TraceRecorder, expected: Trace | None) -> Facts:

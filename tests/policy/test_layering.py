@@ -17,7 +17,7 @@ ROWS = (
     {"worker", "world"},
     {"record", "ranks", "reading"},
     {"runs"},
-    {"conversion", "exercise", "phases", "search", "ops", "shadow"},
+    {"conversion", "exercise", "phases", "search", "served", "ops", "shadow"},
     {"compare", "gate", "checklist", "plugins", "unreleased"},
     {"adapters"},
     {"golden"},

@@ -10,7 +10,7 @@ import json
 import pytest
 import torch
 
-from harness import exercise
+from harness import exercise, served
 from harness.adapter import Inputs
 from harness.adapters.smoke import CHECKS
 from harness.cases import ModelInfo, seeded_image, special_strings
@@ -190,13 +190,15 @@ def test_a_check_of_the_endpoint_that_was_not_reached_is_missing():
 
 
 class Phases:
-    """Logits of three words at each place, which single steps move by 0.1 at most."""
+    """Logits of three words at each place; single steps move the first two apart by twice `moved` at the second."""
 
     def __init__(self, moved: float) -> None:
-        self.logits = torch.tensor([[[9.0, 0, 0], [5.0, 4.9, 1], [0, 7.0, 6.5]]])
-        self.moved, self.opened = torch.tensor([0.0, moved, 0.0]), 0
+        self.logits = torch.tensor([[[9.0, 0, 0], [5.0, 4.9, 1], [0, 7.0, 6.5], [0, 0, 8.0]]])
+        self.moved = torch.tensor([moved, -moved, 0.0])
+        self.opened, self.positions = 0, None
 
     def forward(self, inputs, record):
+        self.positions = inputs.position_ids
         return self.logits[:, : inputs.token_ids.shape[1]]
 
     def open(self):
@@ -204,17 +206,21 @@ class Phases:
         return 0
 
     def step(self, slot, inputs, start, stop, record):
-        return self.logits[:, start:stop] + self.moved
+        return self.logits[:, start:stop] + (self.moved if stop == 2 else 0)
 
     def free(self, slot):
         self.opened -= 1
 
 
-def test_a_tie_is_what_the_port_s_own_phases_could_turn_round():
-    """Within twice what prefill and steps differ by, two words are as good as each other; without any, none."""
-    for moved, ties in ((0.1, [[0, 1], [1]]), (0.3, [[0, 1], [1, 2]]), (0.0, [[0], [1]])):
+def test_a_token_is_unlikely_where_the_port_s_own_phases_do_not_explain_it():
+    """A second best word passes where prefill and steps differ enough to turn the choice, and what follows is judged
+    as its sequel; without a difference only the best words pass."""
+    positions = torch.tensor([[[0, 4]]])
+    for moved, ids, place in ((0.1, [1, 1], None), (0.0, [0, 1], None), (0.0, [1, 1], 0), (0.1, [1, 0, 2], 1)):
         port = Phases(moved)
-        assert exercise._ties(port, Inputs(token_ids=torch.tensor([[7, 7]])), [0, 1]) == ties
+        inputs = Inputs(token_ids=torch.tensor([[7, 7]]), position_ids=positions)
+        assert served._unlikely(port, inputs, ids) == place
+        assert port.positions[0, 0].tolist() == [0, 4, *range(5, 5 + len(ids))]
         assert port.opened == 0
 
 
@@ -225,7 +231,7 @@ def test_a_picture_goes_over_the_wire_as_it_is():
     images = (seeded_image(19, 35, seed=1), seeded_image(16, 16, seed=2))
     parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
     told = ({"role": "user", "content": parts}, {"role": "assistant", "content": "so"})
-    first, second = exercise._over_http(Case(id="c", messages=told, images=images))
+    first, second = served._over_http(Case(id="c", messages=told, images=images))
     assert second == told[1]
     assert [p["type"] for p in first["content"]] == ["image_url", "text", "image_url"]
     for part, image in zip(first["content"][::2], images, strict=True):
