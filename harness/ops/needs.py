@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.composed import is_custom, is_made_of_others, opened, taken_apart
 from harness.ops.hosted import counting, marked
 
-BUILT_IN = frozenset({"aten", "prim", "prims", "profiler", "inductor", "rngprims", "_c10d_functional", "c10d"})
-"""Namespaces that are torch's own; any other is somebody's custom operator."""
 SAMPLES = 3
 SAMPLE_BYTES = 1 << 26
 """Inputs of a custom operator that are kept to check its contract, and how large they may be."""
@@ -64,11 +63,13 @@ def family_of(operator: str) -> str:
 class Seen:
     """What ran: operators by name with counts, the same by device of their tensors, samples of custom ones, modules.
 
-    `hosted` counts what a device left to the host, by operator and by the one inside of it that fell back.
+    `inside` counts what custom operators are made of, by their name and that of torch's own. `hosted` counts what a
+    device left to the host, by operator and by the one inside of it that fell back.
     """
 
     operators: Counter[str] = field(default_factory=Counter)
     devices: Counter[tuple[str, str]] = field(default_factory=Counter)
+    inside: Counter[tuple[str, str]] = field(default_factory=Counter)
     hosted: Counter[tuple[str, str]] = field(default_factory=Counter)
     dtypes: Counter[str] = field(default_factory=Counter)
     samples: dict[str, list[tuple[Any, tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
@@ -77,14 +78,15 @@ class Seen:
 
     @property
     def families(self) -> set[str]:
-        """Return the families of the suite that what ran calls for."""
-        return {family for name in self.operators if (family := family_of(name))}
+        """Return the families of the suite that what ran calls for, inside of custom operators too."""
+        ran = {*self.operators, *(name for _, name in self.inside)}
+        return {family for name in ran if (family := family_of(name))}
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, seen: Seen, keep: bool, mark: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen, self.keep, self.mark = seen, keep, mark
+        self.seen, self.keep, self.mark, self.around = seen, keep, mark, ""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -93,9 +95,29 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.around:
+            return self._inside(func, args, kwargs)
         self._note(func, args, kwargs)
         with marked(func.name()) if self.mark else nullcontext():
-            return func(*args, **kwargs)
+            if not is_custom(func):
+                return func(*args, **kwargs)
+            self.around = func.name()
+            try:
+                return opened(self, func, args, kwargs)
+            finally:
+                self.around = ""
+
+    def _inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Count a part of a custom operator; what falls back in it is the custom operator's."""
+        if is_made_of_others(func, args, kwargs):
+            return taken_apart(self, func, args, kwargs)
+        self.seen.inside[self.around, func.name()] += 1
+        self._note_dtype(list(_tensors((args, kwargs))))
+        return opened(self, func, args, kwargs) if is_custom(func) else func(*args, **kwargs)
+
+    def _note_dtype(self, found: list[Tensor]) -> None:
+        for tensor in found[:1]:
+            self.seen.dtypes[str(tensor.dtype).removeprefix("torch.")] += 1
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = func.name()
@@ -103,9 +125,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = list(_tensors((args, kwargs)))
         for device in {t.device.type for t in found}:
             self.seen.devices[name, device] += 1
-        for tensor in found[:1]:
-            self.seen.dtypes[str(tensor.dtype).removeprefix("torch.")] += 1
-        if self.keep and name.partition("::")[0] not in BUILT_IN:
+        self._note_dtype(found)
+        if self.keep and is_custom(func):
             kept = self.seen.samples.setdefault(name, [])
             small = sum(t.numel() * t.element_size() for t in found) <= SAMPLE_BYTES
             if small and len(kept) < SAMPLES and _shape(args, kwargs) not in {_shape(a, k) for _, a, k in kept}:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.ops.needs import BUILT_IN, Seen, family_of
+from harness.composed import BUILT_IN
+from harness.ops.needs import Seen, family_of
 
 COMPOSITE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 

@@ -17,17 +17,20 @@ from torch.utils import _pytree as pytree
 MOST_OFFSET_BYTES = 1 << 20
 """Offset into a storage that is kept as it was; of a larger one, what is left over a page."""
 PAGE_ELEMENTS = 4096
+MOST_BEHIND = 4096
+"""Elements of a storage behind a tensor that are told to be there; what they hold is not kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A tensor as it lay on its device. `flat` is its run of memory on the CPU, `offset` elements came before it."""
+    """A tensor as it lay on its device. `flat` is its run of memory on the CPU, with elements before and behind it."""
 
     flat: Tensor
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
     device: str
+    behind: int = 0
 
     def tensor(self, dtype: torch.dtype | None = None, moved: int = 0, eps: float = 2.0**-23) -> Tensor:
         """Return it on the CPU with the same sizes and strides; `moved` seeds a change of each element by `eps`."""
@@ -55,11 +58,12 @@ def held(tensor: Tensor) -> Held:
     """Read a tensor from its device."""
     offset = int(tensor.storage_offset())
     line = tensor.detach().as_strided((span(tensor),), (1,), offset)
+    behind = tensor.untyped_storage().nbytes() // max(1, tensor.element_size()) - offset - line.numel()
     if offset * tensor.element_size() > MOST_OFFSET_BYTES:
         offset %= PAGE_ELEMENTS
     return Held(
         flat=line.to("cpu", copy=True), sizes=tuple(tensor.shape), strides=tuple(tensor.stride()), offset=offset,
-        device=str(tensor.device),
+        device=str(tensor.device), behind=min(behind, MOST_BEHIND),
     )  # fmt: skip
 
 

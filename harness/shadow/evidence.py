@@ -1,7 +1,8 @@
 """A wrong operator call -> a folder that anybody can replay: its exact input and a script. Must not know ports.
 
 The folder holds `call.json` (operator, arguments, layout of each tensor), `tensors.safetensors` (the runs of memory
-that the arguments were, and what the device gave) and `replay.py`, which needs torch and safetensors only.
+that the arguments were, and what the device gave) and `replay.py`, which needs torch and safetensors only (and, for a
+custom operator, what brings it).
 """
 
 from __future__ import annotations
@@ -39,12 +40,18 @@ def save(call: Call, folder: Path, options: Mapping[str, str]) -> Path:
     told = {
         "operator": call.operator, "overload": call.overload, "args": args, "kwargs": kwargs, "outputs": outputs,
         "device": device, "device_options": dict(options), "module": call.module, "site": call.site,
-        "torch": torch.__version__, "part": call.part,
+        "torch": torch.__version__, "part": call.part, "brought_by": _brought_by(call.operator),
     }  # fmt: skip
     (place / "call.json").write_text(json.dumps(told, indent=1) + "\n")
     save_file(tensors, place / "tensors.safetensors")
     (place / "replay.py").write_text(SCRIPT.read_text())
     return place
+
+
+def _brought_by(operator: str) -> str:
+    """Return the module that defines a custom operator in Python; "" where torch does not know it."""
+    definition = getattr(torch._library.custom_ops, "OPDEFS", {}).get(operator)
+    return str(getattr(getattr(definition, "_init_fn", None), "__module__", ""))
 
 
 def _words(leaf: Any, tensors: dict[str, Tensor]) -> Any:
@@ -55,7 +62,7 @@ def _words(leaf: Any, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = torch.view_as_real(flat).contiguous() if flat.is_complex() else flat.contiguous()
         kind = str(leaf.flat.dtype).removeprefix("torch.")
         return {"tensor": name, "dtype": kind, "sizes": list(leaf.sizes), "strides": list(leaf.strides),
-                "offset": leaf.offset, "device": leaf.device}  # fmt: skip
+                "offset": leaf.offset, "behind": leaf.behind, "device": leaf.device}  # fmt: skip
     if isinstance(leaf, (torch.dtype, torch.layout, torch.memory_format)):
         return {type(leaf).__name__: str(leaf).removeprefix("torch.")}
     if isinstance(leaf, torch.device):

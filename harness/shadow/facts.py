@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.adapter import Adapter, capabilities, silent
+from harness.adapter import Adapter, Recorder, capabilities, silent
 from harness.devices import declared
 from harness.shadow.calls import mapped
 from harness.shadow.evidence import save
@@ -36,7 +36,7 @@ def shadow_facts(
     calls, compared, worst, unrepeated, large}, `findings`, `changed` (elements of the logits that differ from a run
     without a shadow; None where two runs without one differ), `seconds`.
     """
-    places = Places()
+    places, paths = Places(), dict(getattr(adapter, "module_paths", {}))
     shadow = Shadow(
         places, budget_s=float(options["seconds"]), inside=inside_eps(declared(adapter, setup)), beat=beat
     )  # fmt: skip
@@ -46,15 +46,19 @@ def shadow_facts(
         inputs = adapter.prepare(part, silent)
         shadow.phase = f"prefill of {length} tokens"
         beat(f"shadow: {shadow.phase}")
-        with places.following(), shadow:
-            seen = adapter.forward(inputs, silent)
         if number == 0:
-            changed = _changed(seen, adapter.forward(inputs, silent), adapter.forward(inputs, silent))
+            with places.following():
+                plain = adapter.forward(inputs, silent), adapter.forward(inputs, silent)
+        record = silent if places.met else places.record  # modules say by themselves where they are
+        with places.following(), shadow:
+            seen = adapter.forward(inputs, record)
+        if number == 0:
+            changed = _changed(seen, *plain)
     if "phases" in capabilities(adapter) and options["lengths"]:
-        _decode(adapter, inputs, shadow, places)
+        _decode(adapter, inputs, shadow, places, record)
     return {
         "operators": _tallies(shadow.found),
-        "findings": _findings(shadow.found, folder, _device_options(setup)),
+        "findings": _findings(shadow.found, folder, _device_options(setup), places, paths),
         "changed": changed,
         "seconds": shadow.found.seconds,
     }
@@ -68,7 +72,7 @@ def _changed(seen: Tensor, plain: Tensor, again: Tensor) -> int | None:
     return int((seen.nan_to_num() != plain.nan_to_num()).sum())
 
 
-def _decode(adapter: Any, inputs: Any, shadow: Shadow, places: Places) -> None:
+def _decode(adapter: Any, inputs: Any, shadow: Shadow, places: Places, record: Recorder) -> None:
     """Run one step after a cache, shadowed."""
     length = inputs.token_ids.shape[-1]
     slot = adapter.open()
@@ -76,7 +80,7 @@ def _decode(adapter: Any, inputs: Any, shadow: Shadow, places: Places) -> None:
         adapter.step(slot, inputs, 0, length - 1, silent)
         shadow.phase = f"decode of token {length}"
         with places.following(), shadow:
-            adapter.step(slot, inputs, length - 1, length, silent)
+            adapter.step(slot, inputs, length - 1, length, record)
     finally:
         adapter.free(slot)
 
@@ -93,12 +97,16 @@ def _tallies(found: Found) -> dict[str, Any]:
     }
 
 
-def _findings(found: Found, folder: Path, options: Mapping[str, str]) -> list[dict[str, Any]]:
+def _findings(
+    found: Found, folder: Path, options: Mapping[str, str], places: Places, paths: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """Return the wrong calls as plain JSON, in the order they ran, the first ones saved."""
     told = []
     for number, (key, call) in enumerate(found.wrong.items()):
+        before, behind = places.around(call.told)
+        call = dataclasses.replace(call, module=call.module or paths.get(behind) or behind)
         place = save(call, folder, options) if number < MOST_SAVED else None
-        told.append({**_words(call), "times": found.counts[key], "saved": str(place or "")})
+        told.append({**_words(call), "taps": [before, behind], "times": found.counts[key], "saved": str(place or "")})
     return told
 
 
@@ -109,6 +117,6 @@ def _words(call: Call) -> dict[str, Any]:
     return {
         "operator": call.operator, "kind": judged.kind, "ratio": judged.ratio, "wrong": judged.wrong,
         "count": judged.count, "at": judged.at, "actual": judged.actual, "expected": judged.expected,
-        "module": call.module, "tap": call.tap, "site": call.site, "phase": call.phase, "number": call.number,
+        "module": call.module, "within": call.within, "site": call.site, "phase": call.phase, "number": call.number,
         "part": call.part, "inputs": inputs,
     }  # fmt: skip

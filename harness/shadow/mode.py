@@ -3,6 +3,9 @@
 Of calls of one operator with the same dtypes and sizes of the same order (by powers of two), the first, second, fourth,
 eighth ... are repeated, while there is time; an operator that was never repeated has twice the time. Arguments are read
 before the call, results after it, both as runs of memory; the call itself is the port's own, with its own tensors.
+
+What runs inside of a custom operator is seen one by one (`harness.composed`), so that of a wrong one the operator of
+torch is named where that is to blame; the custom operator as a whole is told where its parts are right.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.composed import is_custom, is_made_of_others, opened, taken_apart
 from harness.shadow.calls import Held, flat_bits, held, is_written, mapped, span, tensors_in, whole
 from harness.shadow.places import Places
 from harness.shadow.sampled import Part, part_of
@@ -41,7 +45,10 @@ SILENT = frozenset({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call that came out wrong, as it was given: `Held` in place of tensors."""
+    """A call that came out wrong, as it was given: `Held` in place of tensors. `told`: taps that the port told before.
+
+    `within` names the custom operator that it is a part of, if it is one.
+    """
 
     operator: str
     overload: str
@@ -51,7 +58,8 @@ class Call:
     judged: Judged
     number: int
     module: str
-    tap: str
+    told: int
+    within: str
     site: str
     phase: str
     part: str = ""
@@ -88,18 +96,37 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.places, self.budget_s, self.inside, self.beat = places, budget_s, inside, beat
         self.found, self.phase = Found(), ""
         self._seen: Counter[Any] = Counter()
+        self._parts: list[set[str]] = []
+        self._within = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._parts:
+            if is_made_of_others(func, args, kwargs):
+                return taken_apart(self, func, args, kwargs)
+            self._parts[-1].add(str(func._schema.name))
         begin = time.perf_counter()
         before = self._read(func, args, kwargs)
         self.found.seconds += time.perf_counter() - begin
-        result = func(*args, **kwargs)
+        parts: set[str] = set()
+        result = self._opened(func, args, kwargs, parts) if is_custom(func) else func(*args, **kwargs)
         begin = time.perf_counter()
         if before is not None or not tensors_in((args, kwargs)):
-            self._compare(func, args, kwargs, before, result)
+            self._compare(func, args, kwargs, before, result, parts)
         self.found.seconds += time.perf_counter() - begin
         return result
+
+    def _opened(self, func: Any, args: Any, kwargs: Any, parts: set[str]) -> Any:
+        """Call a custom operator; `parts` then holds the operators that ran inside of it."""
+        outer, self._within = self._within, str(func._schema.name)
+        self._parts.append(parts)
+        try:
+            return opened(self, func, args, kwargs)
+        finally:
+            self._within = outer
+            self._parts.pop()
+            if self._parts:
+                self._parts[-1].update(parts)
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor | None], Part | None] | None:
         """Return copies of the arguments and of the storages that are written; None where a call is not repeated.
@@ -132,8 +159,8 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         copies = mapped((list(args), dict(kwargs)), lambda leaf: held(leaf) if isinstance(leaf, Tensor) else leaf)
         return copies[0], copies[1], written, None
 
-    def _compare(self, func: Any, args: Any, kwargs: Any, before: Any, result: Any) -> None:
-        """Repeat the call and note what came out otherwise."""
+    def _compare(self, func: Any, args: Any, kwargs: Any, before: Any, result: Any, parts: set[str]) -> None:
+        """Repeat the call and note what came out otherwise, unless one of its `parts` is known to be wrong."""
         outputs = [t for t in tensors_in(result) if t.device.type not in ("cpu", "meta")]
         if before is None:  # made from no tensor: a table, a mask
             if not outputs or name_of(func) in SILENT or torch.Tag.nondeterministic_seeded in func.tags:
@@ -150,11 +177,13 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             judged = judge(func, before[0], before[1], after, self.inside)
         except NotRepeatable as error:
-            tally.unrepeated = str(error)
+            tally.unrepeated = f"only what it is made of: {error}" if parts else str(error)
             return
         judged += self._neighbours(_written(func, args, kwargs), before[2]) if part is None else []
         tally.compared += 1
         for each in judged:
+            if parts & {operator for operator, _ in self.found.wrong}:
+                continue
             if each.ratio is not None:
                 tally.worst = max(tally.worst, each.ratio)
             if each.wrong or (each.ratio is not None and not each.ratio <= SUSPECT):
@@ -166,11 +195,11 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found.counts[key] += 1
         known = self.found.wrong.get(key)
         if known is None:
-            self.beat(f"shadow: {operator} in {self.places.module() or self.places.tap}")
+            self.beat(f"shadow: {operator} in {self.places.module() or self.places.taps[-1]}")
             self.found.wrong[key] = Call(
                 operator=operator, overload=func._overloadname, args=before[0], kwargs=before[1], outputs=after,
                 judged=judged, number=self.found.tallies[operator].calls, module=self.places.module(),
-                tap=self.places.tap, site=self.places.site(), phase=self.phase,
+                told=len(self.places.taps), within=self._within, site=self.places.site(), phase=self.phase,
                 part=before[3].words() if before[3] is not None else "",
             )  # fmt: skip
 

@@ -2,8 +2,9 @@
 
     python replay.py [--device cuda:0] [--plugin PACKAGE]
 
-Needs torch and safetensors. Exits with 1 where the device's result still differs from the one repeated in float64 by
-more than rounding to its dtype explains (a first look: the report has the operator's own budget), 0 where it does not.
+Needs torch and safetensors, and the package of a custom operator. Exits with 1 where the device's result still differs
+from the one repeated in float64 by more than rounding to its dtype explains (a first look: the report has the
+operator's own budget), or where memory beside an argument changed; 0 where nothing does.
 """
 
 from __future__ import annotations
@@ -31,16 +32,35 @@ def main() -> int:
     asked = parser.parse_args()
     _enable(asked.device, asked.plugin, call["device_options"])
     memory = load_file(HERE / "tensors.safetensors")
-    operator = getattr(torch.ops.aten, call["operator"].partition("::")[2])
-    operator = getattr(operator, call["overload"] or "default")
-    actual = _ran(operator, call, memory, asked.device, wide=False)
-    expected = _ran(operator, call, memory, "cpu", wide=True)
-    native = _ran(operator, call, memory, "cpu", wide=False)
+    operator = _operator(call)
+    actual, beside = _ran(operator, call, memory, asked.device, wide=False)
+    native, _ = _ran(operator, call, memory, "cpu", wide=False)
+    try:
+        expected, _ = _ran(operator, call, memory, "cpu", wide=True)
+    except (RuntimeError, TypeError, ValueError) as error:
+        expected = native
+        print(f"not in float64 ({(str(error).splitlines() or [''])[0][:100]}), but in the precision of the inputs:")
     print(f"{call['operator']} of {call['module'] or 'no module'}, {call['site']}")
     print(f"  on {asked.device}, against the same call on the CPU")
     if call["part"]:
         print(f"  this is {call['part']}, which alone need not come out the same")
-    return int(any(list(map(_differs, actual, expected, native))))
+    for words in beside:
+        print(f"  {words}")
+    return int(any([*map(_differs, actual, expected, native), *beside]))
+
+
+def _operator(call: dict[str, Any]) -> Any:
+    """Return the operator, of a custom one after what brings it is imported."""
+    namespace, _, name = call["operator"].partition("::")
+    if call["brought_by"]:
+        try:
+            importlib.import_module(call["brought_by"])
+        except ImportError as error:
+            raise SystemExit(
+                f"expected to import {call['brought_by']}, which defines {call['operator']}, found: {error}; "
+                "run this where it can be imported (PYTHONPATH)"
+            ) from error
+    return getattr(getattr(getattr(torch.ops, namespace), name), call["overload"] or "default")
 
 
 def _enable(device: str, plugin: str, options: dict[str, str]) -> None:
@@ -51,8 +71,14 @@ def _enable(device: str, plugin: str, options: dict[str, str]) -> None:
             entry.load()(options)
 
 
-def _ran(operator: Any, call: dict[str, Any], memory: dict[str, Any], device: str, *, wide: bool) -> list[Any]:
-    """Call the operator on a device with arguments that lie in memory as they did; return its tensors on the CPU."""
+def _ran(
+    operator: Any, call: dict[str, Any], memory: dict[str, Any], device: str, *, wide: bool
+) -> tuple[list[Any], list[str]]:
+    """Call the operator on a device with arguments that lie in memory as they did.
+
+    Returns: its tensors on the CPU; in words, what changed in the memory between the elements of an argument.
+    """
+    given: list[tuple[Any, Any, dict[str, Any]]] = []
 
     def made(value: Any) -> Any:
         if isinstance(value, list):
@@ -60,7 +86,9 @@ def _ran(operator: Any, call: dict[str, Any], memory: dict[str, Any], device: st
         if not isinstance(value, dict):
             return value
         if "tensor" in value:
-            return _tensor(value, memory[value["tensor"]], device, wide=wide)
+            line, view = _tensor(value, memory[value["tensor"]], device, wide=wide)
+            given.append((line, line.cpu().clone(), value))
+            return view
         ((kind, words),) = value.items()
         if kind == "device":
             return torch.device(device)
@@ -76,18 +104,35 @@ def _ran(operator: Any, call: dict[str, Any], memory: dict[str, Any], device: st
             args[2] = False  # half to float: an accelerator's own form
     result = operator(*args, **kwargs)
     tensors = [result] if isinstance(result, torch.Tensor) else list(result)
-    return [t.detach().cpu() for t in tensors if isinstance(t, torch.Tensor)]
+    beside = [words for one in given if (words := _beside(*one))]
+    return [t.detach().cpu() for t in tensors if isinstance(t, torch.Tensor)], beside
 
 
-def _tensor(words: dict[str, Any], flat: Any, device: str, *, wide: bool) -> Any:
+def _beside(line: Any, before: Any, words: dict[str, Any]) -> str:
+    """Return what changed in a line of memory beside the elements of the view that an argument is."""
+    bits = [t.contiguous().view(torch.uint8).reshape(t.numel(), -1) for t in (line.cpu(), before)]
+    changed = (bits[0] != bits[1]).any(1)
+    changed.as_strided(words["sizes"], words["strides"], words["offset"]).fill_(False)
+    if not bool(changed.any()):
+        return ""
+    at = int(changed.int().argmax())
+    return (
+        f"{int(changed.sum())} elements beside {words['tensor']} {words['sizes']} strides {words['strides']} changed: "
+        f"element {at} of its memory was {before[at].item()}, is {line.cpu()[at].item()}"
+    )
+
+
+def _tensor(words: dict[str, Any], flat: Any, device: str, *, wide: bool) -> tuple[Any, Any]:
+    """Return the line of memory that a tensor lies in, and the tensor."""
     if words["dtype"].startswith("complex"):
         flat = torch.view_as_complex(flat)
     if wide and flat.is_floating_point():
         flat = flat.to(torch.float64)
     place = "cpu" if words["device"] == "cpu" else device
-    line = torch.zeros(words["offset"] + flat.numel(), dtype=flat.dtype)
-    line[words["offset"] :] = flat
-    return line.to(place).as_strided(words["sizes"], words["strides"], words["offset"])
+    line = torch.zeros(words["offset"] + flat.numel() + words["behind"], dtype=flat.dtype)
+    line[words["offset"] : words["offset"] + flat.numel()] = flat
+    line = line.to(place)
+    return line, line.as_strided(words["sizes"], words["strides"], words["offset"])
 
 
 def _differs(actual: Any, expected: Any, native: Any) -> bool:

@@ -71,7 +71,7 @@ def _where(result: Mapping[str, Any]) -> dict[str, Any]:
 def _told(result: Mapping[str, Any]) -> dict[str, Any]:
     if not result["wrong_cases"] and not result["counts"]["not_repeated"]:
         return {}
-    message = result["message"].replace("\n ", "")
+    message = result["message"].replace("\n  ", "; ")
     return {"message": message, "pattern": result["pattern"], "source": result["source"]}
 
 

@@ -81,7 +81,12 @@ def _changed(run: Run, changed: int | None) -> Measurement:
 
 def _told(finding: Mapping[str, Any]) -> dict[str, Any]:
     """Return a finding in words: operator, place, input, what came out, how to replay it."""
-    where = finding["module"] or finding["tap"] or "no module"
+    where = finding["module"] or "no module"
+    if finding["within"]:
+        where += f", inside of {finding['within']}"
+    before, behind = finding["taps"]
+    if before or behind:
+        where += f", between {before or 'the beginning'} and {behind or 'the end'}"
     what = {
         "values": "is further off than its roundings allow", "bits": "gives other values",
         "nonfinite": "has NaN or infinity in other places", "neighbours": "changes memory beside its output",

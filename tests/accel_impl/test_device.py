@@ -139,6 +139,64 @@ assert call.part == "rows 0, 13, 26 ... 39 and columns 0, 1, 2 ... 69 of a large
 """)
 
 
+INSIDE = """
+from torch import Tensor
+@torch.library.custom_op("day0_device_tests::chosen", mutates_args=())
+def chosen(x: Tensor, off: float) -> Tensor:
+    best = torch.softmax(x.topk(40, dim=-1).values, -1)
+    return best * (1 + off) if x.device.type == "pocket" else best * 1.0
+"""
+
+
+def test_inside_of_a_custom_operator_the_wrong_one_is_named():
+    """The operator of torch inside is to blame, not the custom one around it; that is, where its parts are right."""
+    run(
+        INSIDE
+        + """
+x = draw(5, 70).to(d)
+call = lambda off: wrong(lambda: chosen(x, off))
+assert call(0.0) == set()
+assert call(0.01) == {("day0_device_tests::chosen", "values")}
+assert wrong(lambda: chosen(x, 0.0), "softmax_band") == {("_softmax", "values")}
+assert wrong(lambda: chosen(x, 0.0), "topk_last") == {("topk", "bits")}
+"""
+    )
+
+
+SAVED = """
+import sys
+from pathlib import Path
+from accel_impl import kernels
+from harness.shadow.calls import held
+from harness.shadow.evidence import save
+from harness.shadow.mode import Call
+from harness.shadow.truth import Judged
+def saved(operator, args, out, breaks):
+    judged = Judged(kind=breaks or "right", ratio=None, wrong=1, count=out.numel())
+    call = Call(operator=operator, overload="", args=list(map(held, args)), kwargs={}, outputs=(held(out),), number=1,
+                judged=judged, module="", told=0, within="", site="", phase="")
+    print(save(call, Path(PLACE), {"breaks": breaks}))
+x, past, weight = draw(1, 9, 48).to(d)[..., ::2], draw(1, 3, 24).to(d), draw(24, 4).to(d)
+bag, row = draw(6, 10).to(d), draw(6, 3).to(d)
+for breaks in ("", "strided_read"):
+    saved("day0_accel::causal_conv", (x, past, weight), kernels.causal_conv(x, past, weight), breaks)
+for breaks in ("", "blit_neighbours"):
+    saved("aten::copy_", (bag[:, 2:5], row), bag[:, 2:5].copy_(row), breaks)
+"""
+
+
+def test_calls_are_replayed_in_a_process_of_their_own(tmp_path: Path):
+    """A custom operator brings its module along; right ones are told as right, wrong values and neighbours as wrong."""
+    places = run(SAVED.replace("PLACE", repr(str(tmp_path)))).split()
+    for place, code in zip(places, (0, 1, 0, 1), strict=True):
+        again = subprocess.run(
+            [sys.executable, str(Path(place) / "replay.py")], capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )  # fmt: skip
+        assert again.returncode == code, again.stdout + again.stderr[-2000:]
+        assert ("beside" in again.stdout) is ("blit" in place), again.stdout
+
+
 def test_a_device_without_a_compiler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without a compiler the error names what is missing and what to do."""
     from accel_impl.device.build import library

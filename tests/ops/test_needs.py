@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,6 +53,35 @@ def test_custom_operators_are_held_to_their_contract():
     told = {c["operator"]: c["failures"] for c in contracts(seen)}
     assert told["day0_tests::twice"] == []
     assert any("test_schema" in f for f in told["day0_tests::sneaky"])
+
+
+@torch.library.custom_op("day0_tests::shares", mutates_args=())
+def shares(x: torch.Tensor) -> torch.Tensor:
+    """Return the softmax of x plus its running sums, made of torch's own operators and of another custom one."""
+    return twice(torch.softmax(x @ x.mT, -1)).cumsum(-1)
+
+
+@torch.library.custom_op("day0_tests::foreign", mutates_args=())
+def foreign(x: torch.Tensor) -> torch.Tensor:
+    """Return the same without any operator of torch, as a binary would."""
+    p = np.exp(x.numpy() @ x.numpy().T)
+    return torch.from_numpy((2 * p / p.sum(-1, keepdims=True)).cumsum(-1))
+
+
+def test_what_runs_inside_of_a_custom_operator_calls_for_families():
+    """A softmax within a custom operator is a need of the model; one that uses none of torch's shows none."""
+    x = torch.randn(4, 4)
+    with watched() as made:
+        found = shares(x)
+    assert {"softmax", "matrix", "sums", "elementwise"} <= made.families
+    assert set(made.operators) == {"day0_tests::shares"}
+    assert made.inside["day0_tests::shares", "aten::_softmax"] == 1
+    assert made.inside["day0_tests::shares", "day0_tests::twice"] == 1
+    assert torch.equal(found, shares(x))
+    with watched() as other:
+        found = foreign(x)
+    assert other.families == set()
+    torch.testing.assert_close(found, shares(x))
 
 
 def test_a_plain_cpu_serves_everything_from_its_library():

@@ -23,7 +23,7 @@ ROWS = (
     {"golden"},
     {"checkpoint", "metrics", "cases", "mapping"},
     {"recorder"},
-    {"adapter", "devices", "statistics", "precision"},
+    {"adapter", "composed", "devices", "statistics", "precision"},
     {"taps"},
     {"types", "errors", "dropin", "child"},
 )
