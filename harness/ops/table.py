@@ -39,7 +39,8 @@ def coverage(prefill: Seen, decode: Seen | None, device: str, levels: Mapping[st
     """Return the table as facts: a row for each operator that ran, what fell back how often, what is replaced.
 
     `levels` are the port's own words for its operators. A row's `on_host` counts fallbacks in one decode step (in the
-    prefill, where there is none); `inside` names the operators that fell back.
+    prefill, where there is none); `inside` names the operators that fell back, `made_of` counts those of torch that a
+    custom operator is made of.
     """
     kind = torch.device(device).type
     steps = decode if decode is not None else Seen()
@@ -48,12 +49,13 @@ def coverage(prefill: Seen, decode: Seen | None, device: str, levels: Mapping[st
         found = {seen: _fallbacks(name, kind, seen_in) for seen, seen_in in (("prefill", prefill), ("decode", steps))}
         fell = found["decode" if decode is not None else "prefill"]
         inside = {n for f in found.values() for n in f}
-        level = served(name, kind)
+        level = _level(name, kind, prefill, steps, fell=bool(inside))
         rows.append(
             {
                 "operator": name, "family": family_of(name), "prefill": prefill.operators[name],
-                "decode": steps.operators[name], "level": "host" if inside and level == "composite" else level,
-                "on_host": sum(fell.values()), "inside": sorted(inside - {name, name.partition(".")[0]}),
+                "decode": steps.operators[name], "level": level, "on_host": sum(fell.values()),
+                "inside": sorted(inside - {name, name.partition(".")[0]}), "view": is_view(name),
+                "made_of": len({part for seen in (prefill, steps) for whole, part in seen.inside if whole == name}),
             }
         )  # fmt: skip
     return {
@@ -64,6 +66,25 @@ def coverage(prefill: Seen, decode: Seen | None, device: str, levels: Mapping[st
         "own": dict(levels),
         "replaced": [*replaced(prefill), *registered_over(prefill, kind)],
     }
+
+
+def is_view(operator: str) -> bool:
+    """Say whether an operator returns a view of what it is given, so that nothing is computed."""
+    name, _, overload = operator.partition(".")
+    try:
+        returns = torch._C._get_schema(name, overload).returns
+    except RuntimeError:
+        return False
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _level(name: str, kind: str, prefill: Seen, steps: Seen, *, fell: bool) -> str:
+    """Return who served an operator; "host" where it is made of others and some `fell`, too."""
+    level = served(name, kind)
+    if level == "composite" and fell:
+        return "host"
+    ran = {device for seen in (prefill, steps) for operator, device in seen.devices if operator == name}
+    return "host tensors" if ran == {"cpu"} and kind != "cpu" and level != "custom" else level
 
 
 def _fallbacks(name: str, device: str, seen: Seen) -> dict[str, int]:

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 
 from harness.report import words
+from harness.report.operators import operator_tables
 from harness.report.results import Results, StageReport
 from harness.types import Layout, Status
 
@@ -32,6 +33,7 @@ def stage_page(results: Results, stage: StageReport) -> str:
         skipped=_skipped(stage),
         reproduce=reproduce_lines(results, stage),
         failures=_failures(stage),
+        told=operator_tables(stage.facts["operators"]) if "operators" in stage.facts else None,
         facts=rows_of({k: v for k, v in stage.facts.items() if k not in _TOLD_APART}),
         **_shared(results),
     )

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.report import words
+from harness.report.operators import sentence
 from harness.report.results import Results, StageReport
 from harness.types import STAGES, StageResult, Status
 
@@ -196,6 +197,9 @@ def final(results: Results, run_dir: Path | None = None) -> RenderableType:
         lines += _failure_lines(refused)
         others = [s for s in results.stages if s is not refused and s.findings and not s.accepted]
         lines += [Text(f"{s.name}: {words.place_label(s)}: {words.place(s.findings[0])}") for s in others]
+    startup = results.stage("startup")
+    if startup is not None and "operators" in startup.facts:
+        lines.append(Text(sentence(startup.facts["operators"]), style="dim"))
     precision = results.scope.claimed.get("precision")
     if precision:
         told = ", ".join(f"{key} {value}" for key, value in precision.items())

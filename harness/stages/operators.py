@@ -46,7 +46,7 @@ def coverage_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
         {
             "operator": r["operator"] + (f" ({r['variant']})" if r["variant"] else ""), "dtype": r["dtype"],
             "level": r["level"], "cases": r["cases"], "ratio": max(r["error_ratio"], r["rms_ratio"]),
-            "needed": r["needed"], "right": not r["wrong_cases"], "pattern": r["pattern"],
+            "needed": r["needed"], "own": r["own"], "right": not r["wrong_cases"], "pattern": r["pattern"],
         }
         for r in facts["results"]
     ]  # fmt: skip
