@@ -30,8 +30,8 @@ def test_the_right_device_is_accepted_and_its_operators_are_told(verified):
     assert table["fallbacks"]["aten::embedding"] == 1
     assert set(table["runtime"]["checks"].values()) == {""}
     page = (outcome.out / "02-startup.md").read_text()
-    assert "| aten::embedding | places | 1 | 1 | host | 1 (aten::index_select) |" in page
-    assert "- runtime, out_of_memory: as promised" in page
+    assert "| aten::embedding | places | host | 1 | 1 | 1 (index_select) |" in page
+    assert "- runtime, as promised: allocated, peak, streams, events, pinned, back, out_of_memory" in page
 
 
 def test_a_wrong_kernel_is_named_alone_and_on_the_models_own_input(verified):
