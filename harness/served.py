@@ -110,6 +110,10 @@ def _unlikely(port: Any, inputs: Inputs, ids: TokenIds) -> int | None:
     the root mean square of what they differ by, here or over all places, whichever is more. A token may lie behind the
     best of either phase by four times what that makes of the difference of two logits.
     """
+    vocabulary = port.forward(inputs, silent).shape[-1]
+    strange = [place for place, token in enumerate(ids) if not 0 <= token < vocabulary]
+    if strange:  # no port takes them
+        return strange[0]
     first, end = inputs.token_ids.shape[-1], inputs.token_ids.shape[-1] + len(ids) - 1
     whole = _followed(inputs, ids)
     prefill = port.forward(whole, silent)[0, first - 1 : end].double().cpu()

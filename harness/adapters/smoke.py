@@ -201,7 +201,7 @@ def _completion(client: Client, checks: _Checks, request: Request, check: str, u
     rounded = False
     if answer["token_ids"] is not None:
         ids, own = list(answer["token_ids"]), list(expected["token_ids"])
-        place = _unlikely(ids, expected)
+        place = _unlikely(ids, expected, request["max_tokens"])
         rounded = ids != own and place is None
         words = "" if place is None else f"; no rounding of the port's explains number {place + 1}"
         checks.expect(check, ids == own or rounded, f"{name}: expected ids {own}, found {ids}{words}")
@@ -222,7 +222,7 @@ def _completion(client: Client, checks: _Checks, request: Request, check: str, u
     return str(answer["text"])
 
 
-def _unlikely(found: list[int], expected: Mapping[str, Any]) -> int | None:
+def _unlikely(found: list[int], expected: Mapping[str, Any], most: int) -> int | None:
     """Return the place of the first token of an answer that is not the port's, nor what rounding may make of it."""
     wanted = list(expected["token_ids"])
     place = next((i for i, (mine, own) in enumerate(zip(found, wanted, strict=False)) if mine != own), None)
@@ -230,7 +230,7 @@ def _unlikely(found: list[int], expected: Mapping[str, Any]) -> int | None:
         return None if len(found) == len(wanted) else min(len(found), len(wanted))
     if "unlikely" not in expected:
         return place
-    unlikely: int | None = expected["unlikely"](found)
+    unlikely: int | None = expected["unlikely"](found[:most])
     return unlikely
 
 

@@ -222,6 +222,7 @@ def test_a_token_is_unlikely_where_the_port_s_own_phases_do_not_explain_it():
         assert served._unlikely(port, inputs, ids) == place
         assert port.positions[0, 0].tolist() == [0, 4, *range(5, 5 + len(ids))]
         assert port.opened == 0
+    assert served._unlikely(Phases(0.1), inputs, [1, 3]) == 1  # no such word
 
 
 def test_a_picture_goes_over_the_wire_as_it_is():
