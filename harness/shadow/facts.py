@@ -32,9 +32,9 @@ def shadow_facts(
 ) -> Facts:
     """Run the port over parts of a case, operators repeated, and over the whole of it without.
 
-    Options: `lengths` (tokens of each prefill), `seconds` (of the shadow's own time). Returns: `operators` {name:
-    calls, compared, worst, unrepeated, large}, `findings`, `changed` (elements of the logits that differ from a run
-    without a shadow; None where two runs without one differ), `seconds`.
+    Options: `lengths` (tokens of each prefill), `seconds` (of the shadow's own time), `below` (a folder of `folder` for
+    what is saved). Returns: `operators` {name: calls, compared, worst, unrepeated, large}, `findings`, `changed`
+    (elements of the logits that differ from a run without a shadow; None where two runs without one differ), `seconds`.
     """
     places, paths = Places(), dict(getattr(adapter, "module_paths", {}))
     shadow = Shadow(
@@ -58,7 +58,9 @@ def shadow_facts(
         _decode(adapter, inputs, shadow, places, record)
     return {
         "operators": _tallies(shadow.found),
-        "findings": _findings(shadow.found, folder, _device_options(setup), places, paths),
+        "findings": _findings(
+            shadow.found, folder / str(options.get("below", "")), _device_options(setup), places, paths
+        ),
         "changed": changed,
         "seconds": shadow.found.seconds,
     }

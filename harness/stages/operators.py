@@ -10,6 +10,12 @@ from harness.stages import measured
 from harness.types import Measurement, Run
 
 NAME = "startup"
+SPAN = 1000
+"""More than the suite has operators: the measurements of one run come before those of the next one."""
+FIRST = 2
+"""Wrong operators that are told before what the shadow found of the same on the model's own inputs; the rest later."""
+COPIES = "copies"
+"""The family that others go through where they read or write a view: it is to blame before them."""
 BESIDE = "only when it writes to a place that it is given"
 """The pattern of an operator that is right by itself."""
 COUNTS = {
@@ -24,8 +30,9 @@ OPERATOR_METRICS = ("op_error_ratio", *COUNTS, "op_refusals", "op_contract_failu
 
 def operators_of(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
     """Return how each operator that the model uses does alone; each metric has at least one measurement."""
-    judged = sorted((r for r in facts["results"] if r["needed"]), key=_follows)
-    found = [_error(run, r, order) for order, r in enumerate(judged)]
+    judged = sorted((r for r in facts["results"] if r["needed"]), key=lambda r: (r["family"] != COPIES, _follows(r)))
+    orders = _orders(judged)
+    found = [_error(run, r, order) for order, r in zip(orders, judged, strict=True)]
     if not found:
         message = "no operator of the model has a family in the suite, and the port offers none to be tested alone"
         found = [measured(NAME, run, "op_error_ratio", None, "operators", problem="empty", detail={"message": message})]
@@ -33,7 +40,7 @@ def operators_of(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:
         wrong = [
             measured(NAME, run, metric, r["counts"][key], _subject(r), order=order, n=r["cases"], where=_where(r),
                      detail=_told(r))
-            for order, r in enumerate(judged) if r["counts"][key]
+            for order, r in zip(orders, judged, strict=True) if r["counts"][key]
         ]  # fmt: skip
         found += wrong or [measured(NAME, run, metric, 0, "operators", n=max(1, len(judged)))]
     found += _refusals(run, judged)
@@ -52,6 +59,13 @@ def coverage_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     ]  # fmt: skip
     keys = ("arithmetic", "failed", "contracts", "runtime", "seconds")
     return {**facts["coverage"], "alone": alone, **{k: facts[k] for k in keys}}
+
+
+def _orders(judged: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return for each operator its place among findings: of those under one name only the first counts."""
+    wrong = list(dict.fromkeys(_subject(r) for r in judged if r["wrong_cases"]))
+    later = 2 * SPAN + SPAN // 2  # behind the runs of the shadow
+    return [order + (later if _subject(r) in wrong[FIRST:] else 0) for order, r in enumerate(judged)]
 
 
 def _follows(result: Mapping[str, Any]) -> bool:

@@ -5,28 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness.cases import text_case
+from harness.cases import image_case, text_case
 from harness.stages import StageContext, measured
-from harness.types import Measurement, Run
+from harness.types import Case, Measurement, Run
 
 NAME = "startup"
-SHADOW = "startup/shadow"
+SHADOW, SHADOW_PICTURE = "startup/shadow", "startup/shadow-picture"
 LENGTHS = (7, 23, 61, 131)
 """Tokens of the prefills: one in each of several bands between powers of two."""
+PICTURE = (3, 4)
+"""Height and width in merged patches of the picture that is shown."""
 SECONDS, SECONDS_FULL = 20.0, 90.0
 """Time that repeating may take; a forward itself is not counted."""
 SHADOW_METRICS = ("shadow_error_ratio", "shadow_wrong_elements", "shadow_changed_elements", "shadow_compared_calls")
 
 
 def shadow_runs(context: StageContext) -> Iterator[Run]:
-    """Yield the run, where the port is on a device whose operators are not the CPU's own."""
+    """Yield the runs, where the port is on a device whose operators are not the CPU's own: of words, of a picture."""
     if "accelerator" not in context.capabilities:
         return
     most = context.scope.max_length_tokens or LENGTHS[-1]
     lengths = [n for n in LENGTHS if n <= most] or [most]
     case = text_case(context.info, lengths[-1])
-    options = {"lengths": lengths, "seconds": SECONDS_FULL if context.full else SECONDS}
+    options: dict[str, Any] = {"lengths": lengths, "seconds": SECONDS_FULL if context.full else SECONDS}
     yield Run(id=SHADOW, stage=NAME, kind="shadow", case=case, observe=False, options=options)
+    picture = picture_case(context)
+    if picture is not None:
+        options = {"lengths": [len(picture.token_ids or ())], "seconds": options["seconds"] / 2, "below": "picture"}
+        yield Run(id=SHADOW_PICTURE, stage=NAME, kind="shadow", case=picture, observe=False, options=options)
+
+
+def picture_case(context: StageContext) -> Case | None:
+    """Return a request with one picture; None where the port claims none."""
+    info = context.info
+    if not context.scope.image or not info.patch_size:
+        return None
+    unit = info.patch_size * info.merge_size
+    return image_case(info, [(PICTURE[0] * unit, PICTURE[1] * unit)], seed=4)
 
 
 def shadowed(run: Run, facts: Mapping[str, Any]) -> list[Measurement]:

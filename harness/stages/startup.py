@@ -6,14 +6,15 @@ requests at once, and the endpoint where there is one, against the port's own si
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from harness.adapters.smoke import CHECKS
 from harness.cases import seeded_ids, special_strings, text_case
 from harness.stages import StageContext, StageView, loss, measured
-from harness.stages.operators import OPERATOR_METRICS, coverage_facts, operators_of
-from harness.stages.shadowed import SHADOW_METRICS, shadow_runs, shadowed
+from harness.stages.operators import OPERATOR_METRICS, SPAN, coverage_facts, operators_of
+from harness.stages.shadowed import SHADOW_METRICS, picture_case, shadow_runs, shadowed
 from harness.types import Failure, Measurement, Run, Trace
 
 NAME = "startup"
@@ -59,8 +60,9 @@ def plan(context: StageContext) -> list[Run]:
     case = text_case(info, _PROMPT_TOKENS, max_new_tokens=steps)
     runs = [Run(id=READY, stage=NAME, kind="generate", case=case, observe=False)]
     if "operators" not in context.scope.off:
+        uses = picture_case(context) or case  # what is used is found by running it: the tower, too
         alone = Run(
-            id=OPERATORS, stage=NAME, kind="operators", case=case, observe=False, options={"full": context.full}
+            id=OPERATORS, stage=NAME, kind="operators", case=uses, observe=False, options={"full": context.full}
         )
         runs = [alone, *shadow_runs(context), *runs]
     if "chat" in context.capabilities:
@@ -88,29 +90,25 @@ def plan(context: StageContext) -> list[Run]:
 
 
 def measure(view: StageView) -> list[Measurement]:
-    """Measure every run of this stage; one that failed is measured as an error."""
-    found: list[Measurement] = []
-    for run in view.runs:
-        accel = view.trace("accel", run.id)
-        if not isinstance(accel, Trace):
-            found += _lost(run, accel, "the port")
-        elif run.kind == "generate":
-            found += _ready(run, accel.facts)
-        elif run.kind == "operators":
-            found += operators_of(run, accel.facts)
-        elif run.kind == "shadow":
-            found += shadowed(run, accel.facts)
-        elif run.kind == "chat":
-            oracle = view.trace("oracle", run.id)
-            if isinstance(oracle, Trace):
-                found += _chat(run, actual=accel.facts, expected=oracle.facts)
-            else:
-                found += _lost(run, oracle, "the reference")
-        elif run.kind == "concurrent":
-            found.append(_concurrent(run, accel.facts))
-        elif run.kind == "serve":
-            found += _serve(run, accel.facts)
-    return found
+    """Measure every run of this stage, in the order they ran; one that failed is measured as an error."""
+    return [
+        replace(m, order=m.order + SPAN * number)
+        for number, run in enumerate(view.runs)
+        for m in _measured(view, run)
+    ]  # fmt: skip
+
+
+def _measured(view: StageView, run: Run) -> Sequence[Measurement]:
+    """Measure one run."""
+    accel = view.trace("accel", run.id)
+    if not isinstance(accel, Trace):
+        return _lost(run, accel, "the port")
+    if run.kind == "chat":
+        oracle = view.trace("oracle", run.id)
+        if not isinstance(oracle, Trace):
+            return _lost(run, oracle, "the reference")
+        return _chat(run, actual=accel.facts, expected=oracle.facts)
+    return list(_MEASURES[run.kind](run, accel.facts)) if run.kind in _MEASURES else []
 
 
 def facts(view: StageView) -> dict[str, Any]:
@@ -198,7 +196,7 @@ def _around(value: Any, other: Any) -> str:
     return f"{value[max(0, at - 8) : at + 24]!r} (differs from index {at} on, length {len(value)})"
 
 
-def _concurrent(run: Run, facts: Mapping[str, Any]) -> Measurement:
+def _concurrent(run: Run, facts: Mapping[str, Any]) -> Iterator[Measurement]:
     """Count the tokens in which a request differs beside another one from the same request alone."""
     wrong = sum(
         abs(len(a) - len(b)) + sum(x != y for x, y in zip(a, b))  # noqa: B905  (the lengths' difference is counted)
@@ -206,9 +204,10 @@ def _concurrent(run: Run, facts: Mapping[str, Any]) -> Measurement:
     )
     count = sum(len(ids) for ids in facts["alone"])
     if count == 0:
-        return measured(NAME, run, "concurrency_mismatches", None, "slots", problem="empty", detail=dict(facts))
+        yield measured(NAME, run, "concurrency_mismatches", None, "slots", problem="empty", detail=dict(facts))
+        return
     subject = "slots" if facts.get("repeatable", True) else "slots.repeat"
-    return measured(NAME, run, "concurrency_mismatches", wrong, subject, n=count, detail=dict(facts))
+    yield measured(NAME, run, "concurrency_mismatches", wrong, subject, n=count, detail=dict(facts))
 
 
 def _serve(run: Run, facts: Mapping[str, Any]) -> Iterator[Measurement]:
@@ -228,3 +227,8 @@ def _serve(run: Run, facts: Mapping[str, Any]) -> Iterator[Measurement]:
 
 def _at(values: Sequence[Any], index: int) -> Any:
     return values[index] if index < len(values) else None
+
+
+_MEASURES: Mapping[str, Callable[[Run, Mapping[str, Any]], Iterable[Measurement]]] = {
+    "generate": _ready, "operators": operators_of, "shadow": shadowed, "concurrent": _concurrent, "serve": _serve,
+}  # fmt: skip

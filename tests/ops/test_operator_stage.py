@@ -17,7 +17,8 @@ from harness.diagnose import explain
 from harness.ops.facts import operator_facts
 from harness.ops.runtime import runtime_facts
 from harness.plan import out_of_judgement
-from harness.stages.operators import OPERATOR_METRICS, coverage_facts, operators_of
+from harness.stages import operators
+from harness.stages.operators import FIRST, OPERATOR_METRICS, SPAN, coverage_facts, operators_of
 from harness.types import Case, Run, Scope, Setup, Status, Trace
 
 RUN = Run(id="startup/operators", stage="startup", kind="operators")
@@ -182,3 +183,27 @@ def test_the_runtime_of_a_plain_cpu_is_not_tested():
     found = runtime_facts("cpu")
     assert found["checks"] == {}
     assert "plain CPU" in found["not_applicable"]
+
+
+@pytest.mark.parametrize("named", [("matmul", "copy"), ("matmul", "linear")])
+def test_a_copy_is_to_blame_before_what_goes_through_it(named):
+    """Where copies are wrong they are the first finding, whatever else is; if right, the order is the suite's."""
+    facts = facts_of(Port())
+    for result in facts["results"]:
+        if result["operator"] in named:
+            result.update(wrong_cases=1, error_ratio=9.0, message="wrong")
+    _, findings = judged(facts)
+    first = "copy" if "copy" in named else "matmul"
+    assert [f.tap for f in findings] == [f"operators.{first}", *(f"operators.{n}" for n in named if n != first)]
+
+
+def test_findings_go_by_the_order_of_runs():
+    """Two wrong operators, what the shadow saw of them on the model's input, further operators, then later runs."""
+    results = [
+        {"operator": f"o{n}", "variant": "", "family": "matrix", "needed": True, "wrong_cases": 1, "pattern": ""}
+        for n in range(4)
+    ]
+    orders = operators._orders(results)
+    assert orders[:FIRST] == [0, 1]
+    assert all(2 * SPAN < order < 3 * SPAN for order in orders[FIRST:])
+    assert operators._orders([{**r, "wrong_cases": 0} for r in results]) == [0, 1, 2, 3]
