@@ -136,6 +136,22 @@ def base(verify) -> Outcome:
     return outcome
 
 
+@pytest.fixture(scope="session")
+def later(verify, base):
+    """Return `later(accel, *flags, stage=...)`: as `verify`, but for what the stage of a fault does not need.
+
+    The stages before are not run again; no run is in float32, which only refuses what is refused anyway; prompts are
+    short, and the same in all files, so that their goldens are recorded once.
+    """
+
+    def run(accel: str, *words: str, length: int = 73, **more: Any) -> Outcome:
+        claim = ("scope.precisions=[]", f"scope.max_length_tokens={length}")
+        given = [word for each in claim for word in ("--set", each)]
+        return verify(accel, "--after", str(base.out), *given, *words, **more)
+
+    return run
+
+
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
     """Run in a folder without a day0.toml, outside any CI job."""
