@@ -30,6 +30,7 @@ HEAD_BYTES = 64
 """So many first bytes tell one stored tensor from another."""
 LOADS = ((True, "visited in reverse, the workspace poisoned"), (False, "visited in order, the workspace poisoned"))
 _SAMPLE_S = 0.01
+_PROBE_BYTES = 1 << 14
 _MAX_NAMED = 50
 
 
@@ -38,7 +39,8 @@ def conversion_facts(port: Any, checkpoint: Path, beat: Callable[[str], None]) -
 
     Returns: `loads` (for each `how`, `peak_bytes`, `reported_peak_bytes`, `process_peak_bytes`, `held_bytes`,
     `workspace_bytes`, `left_bytes`, and `kept`: stored tensors still in memory as they are on disk), `changed` (what
-    stays and is not what the first load left), `weights`, `layer_bytes` and `layer_decoded_bytes` of the largest layer.
+    stays and is not what the first load left), `weights`, `layer_bytes` and `layer_decoded_bytes` of the largest layer,
+    `stays_counted_bytes` (of a freed tensor, where the device's own count is wrong).
     """
     beat("weights as they were loaded")
     first, _ = _digests(port)
@@ -54,7 +56,7 @@ def conversion_facts(port: Any, checkpoint: Path, beat: Callable[[str], None]) -
     stored, decoded = _largest_layer(opened)
     return {
         "loads": loads, "changed": changed[:_MAX_NAMED], "changes": len(changed), "weights": len(first),
-        "layer_bytes": stored, "layer_decoded_bytes": decoded,
+        "layer_bytes": stored, "layer_decoded_bytes": decoded, "stays_counted_bytes": _stays_counted(),
     }  # fmt: skip
 
 
@@ -210,6 +212,16 @@ def _device_bytes(*, reset: bool = False) -> int:
         accelerator.reset_peak_memory_stats()
         return int(accelerator.memory_allocated())
     return int(accelerator.max_memory_allocated())
+
+
+def _stays_counted() -> int:
+    """Return what the accelerator still counts of a tensor that is freed, in bytes; 0 without one."""
+    before = _device_bytes(reset=True)
+    if not before:
+        return 0
+    block = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=torch.accelerator.current_accelerator())
+    del block
+    return max(0, _device_bytes(reset=True) - before)
 
 
 # --- the checkpoint ---

@@ -95,6 +95,7 @@ STRUCTURE = {
 """What an error's structure means where its size alone would pass."""
 
 AT = {
+    "runtime.allocated": "the device counts memory that is freed: its allocator or runtime, before any port",
     "endpoint.stream": "a stream does not join to the answer in one piece: tokens decoded alone split characters",
     "slots.repeat": "the same request alone gives other tokens the second time: state or cache of an earlier one is "
     "left, or the port is not deterministic",

@@ -69,7 +69,9 @@ def _allocated(accelerator: Any, device: str) -> str:
 def _peak(accelerator: Any, device: str) -> str:
     """The peak holds what was freed meanwhile, and starts anew when it is reset."""
     accelerator.reset_peak_memory_stats()
-    base = accelerator.max_memory_allocated()
+    base, held = accelerator.max_memory_allocated(), accelerator.memory_allocated()
+    if base > held:
+        return f"after a reset the peak is {base} bytes, allocated are {held}"
     block = _block(device)
     size = block.nbytes
     del block

@@ -40,9 +40,13 @@ def _peak(run: Run, load: Mapping[str, Any], facts: Mapping[str, Any]) -> Measur
     promise = load["held_bytes"] + workspace + facts["layer_bytes"]
     taken = max(load["peak_bytes"], load["reported_peak_bytes"], load["process_peak_bytes"] - PROCESS_BYTES)
     parts = f"{load['held_bytes']} stay, {workspace} of workspace, {facts['layer_bytes']} of the largest layer"
-    message = f"loading took {taken} bytes at most, promised were {promise} ({parts}); {load['how']}"
-    detail = {**{k: v for k, v in load.items() if k != "kept"}, "promised_bytes": promise, "message": message}
-    return measured(NAME, run, "conversion_peak_over_promise", taken / max(1, promise), load["how"], detail=detail)
+    told = f"loading took {taken} bytes at most, promised were {promise} ({parts}); {load['how']}"
+    stays, subject = facts.get("stays_counted_bytes", 0), load["how"]
+    if stays:  # no peak can be told of such a device, and no port is to blame
+        told = f"the device counts {stays} bytes of a tensor that was freed, so that no peak can be told: {told}"
+        subject = "runtime.allocated"
+    detail = {**{k: v for k, v in load.items() if k != "kept"}, "promised_bytes": promise, "message": told}
+    return measured(NAME, run, "conversion_peak_over_promise", taken / max(1, promise), subject, detail=detail)
 
 
 def _changed(change: Mapping[str, Any]) -> str:

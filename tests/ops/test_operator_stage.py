@@ -187,7 +187,7 @@ def test_the_runtime_of_a_plain_cpu_is_not_tested():
 
 @pytest.mark.parametrize("named", [("matmul", "copy"), ("matmul", "linear")])
 def test_a_copy_is_to_blame_before_what_goes_through_it(named):
-    """Where copies are wrong they are the first finding, whatever else is; if right, the order is the suite's."""
+    """Copies that are wrong are the first finding, whatever else is; where they are right, the order is the suite's."""
     facts = facts_of(Port())
     for result in facts["results"]:
         if result["operator"] in named:

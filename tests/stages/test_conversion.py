@@ -16,7 +16,7 @@ from accel_impl.port import AccelAdapter
 from harness.checklist import load_checklists
 from harness.checkpoint import open_checkpoint
 from harness.checkpoint.cut import plan_cut, write_cut
-from harness.conversion import Watermark
+from harness.conversion import Watermark, conversion_facts
 from harness.gate import judge
 from harness.runs import Bench, execute
 from harness.stages import StageContext, load
@@ -188,6 +188,19 @@ def test_a_larger_strip_is_harmless(checkpoint, monkeypatch):
     """How many rows are converted at once is nobody's business as long as the promise holds."""
     monkeypatch.setattr(formats, "STRIP_ROWS", 200)
     assert broken(measured(checkpoint)) == set()
+
+
+def test_a_device_that_counts_what_was_freed_is_to_blame_itself(checkpoint):
+    """The peak of a device that counts freed memory says nothing of a port: the finding names the runtime."""
+    port = AccelAdapter(checkpoint, SETUP)
+    port.load(checkpoint, SETUP)
+    facts = dict(conversion_facts(port, checkpoint, lambda _: None))
+    assert facts["stays_counted_bytes"] == 0
+    facts["loads"] = [{**told, "peak_bytes": 10 * told["peak_bytes"]} for told in facts["loads"]]
+    subjects = [named(conversion_of(RUN, {**facts, **more}), "conversion_peak_over_promise")[0].subject for more in (
+        {}, {"stays_counted_bytes": 16384},
+    )]  # fmt: skip
+    assert subjects == [facts["loads"][0]["how"], "runtime.allocated"]
 
 
 def test_a_port_that_does_not_convert_is_not_judged():
