@@ -6,6 +6,7 @@ Knows every room below; does no numerics itself. What a stage learned is on disk
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import shlex
 import time
@@ -28,7 +29,7 @@ from harness.golden import load_failure, read_manifest, save_trace
 from harness.passes import passes, record_pass
 from harness.plan import Plan, cache_folder, goldens_folder, out_of_judgement
 from harness.reading import Reading, state_file
-from harness.record import Session, is_current, read_trace
+from harness.record import Session, is_current, read_trace, reopened
 from harness.record import refuse as refuse_run
 from harness.report.results import write_measurements
 from harness.report.terminal import Display
@@ -127,7 +128,7 @@ class Campaign:
         if not searches:
             return
         names = {folder: run for (_, run), folder in self.schedule.folders.items()}
-        self._record_reference(searches, keep=True)
+        self._record_reference(searches, keep=True)  # its worker goes on with the goldens
         found = {
             f"search:{names[j.folder]}": tuple(trace.facts["token_ids"])
             for j in searches
@@ -136,6 +137,8 @@ class Campaign:
         stages = {name: resolved(runs, found) for name, runs in self.plan.stages.items()}
         self.plan = replace(self.plan, stages=stages)
         self.schedule = schedule_of(self.plan, self.out)
+        if not self.plan.scope.replay:
+            self.sessions["reference"].close()
 
     def _check_earlier(self, earlier: Path) -> list[str]:
         """Return the stages that stand by the run named by --after; say of the others why they do not."""
@@ -244,6 +247,7 @@ class Campaign:
         if not self.plan.scope.replay:
             return 0  # recorded stage by stage, on the port's own values
         done = self._record_reference([j for j in self.schedule.jobs if j.role != "accel"], keep=True)
+        self.sessions["reference"].close()  # its memory is the port's now
         if done and self.plan.config.run.goldens is not None and self.plan.carried is None:
             folder = next(j.folder for j in self.schedule.jobs if j.role == "oracle").parent.parent
             carry(self.plan, folder)
@@ -273,8 +277,6 @@ class Campaign:
                 self.lost |= {job.folder: not_carried(self.plan, job) for job in todo}
                 continue
             done += self._record(self.sessions["reference"], role, todo)
-        if done and keep:
-            self.sessions["reference"].close()
         return done
 
     def _record_accel(self, name: str) -> None:
@@ -351,10 +353,18 @@ class Campaign:
     def view(self, name: str) -> StageView:
         """Return the traces of a stage."""
         folders = self.schedule.folders
+        opened: dict[Path, Trace] = {}  # manifests are long, and a stage asks for a trace many times
 
         def trace(role: str, run_id: str) -> Trace | Failure | None:
             folder = folders.get((role, run_id))
-            return None if folder is None else self.lost.get(folder) or read_trace(folder, run_id)
+            if folder is None:
+                return None
+            if folder not in opened:
+                found = self.lost.get(folder) or read_trace(folder, run_id)
+                if not isinstance(found, Trace):
+                    return found
+                opened[folder] = found
+            return reopened(opened[folder])
 
         return StageView(context=self.plan.context, runs=self.plan.stages[name], trace=trace)
 
@@ -369,7 +379,7 @@ class Campaign:
         verdicts, unjudged = gate.judge(
             criteria=criteria,
             measurements=measurements,
-            in_scope=lambda word: self._out_of_scope(word, view),
+            in_scope=functools.cache(lambda word: self._out_of_scope(word, view)),
             waivers=self.checklists.waivers,
             today=datetime.date.today(),
         )

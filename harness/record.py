@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.child import child_environment
 from harness.errors import SpecError, TraceError, user_frame
-from harness.golden import load_failure, load_trace, read_manifest, save_failure
+from harness.golden import LazyTensors, load_failure, load_trace, read_manifest, save_failure
 from harness.types import Failure, Run, Setup, Trace, as_json
 
 BEAT_BYTES = 512
@@ -308,6 +308,12 @@ def read_trace(folder: Path, run: str) -> Trace | Failure | None:
         return load_failure(folder) or load_trace(folder)
     except TraceError as error:
         return Failure(run=run, kind="refused", message=str(error))
+
+
+def reopened(trace: Trace) -> Trace:
+    """Return a trace as if it had just been read: of what was asked of it nothing is kept."""
+    tensors = trace.tensors
+    return replace(trace, tensors=tensors.reopened()) if isinstance(tensors, LazyTensors) else trace
 
 
 def refuse(folder: Path, failure: Failure) -> None:

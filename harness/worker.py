@@ -10,6 +10,7 @@ stacks of a hang or a crash in SESSION_DIR/stack.txt, where the watchdog reads t
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import mmap
 import os
@@ -282,6 +283,18 @@ def made() -> dict[str, str]:
 
 def versions() -> dict[str, Any]:
     """Return the versions that a verdict may depend on."""
+    import platform
+
+    import torch
+
+    accelerator: Any = getattr(torch, "accelerator", None)
+    device = str(accelerator.current_accelerator()) if accelerator is not None and accelerator.is_available() else "cpu"
+    return {"versions": dict(installed()), "device": device, "machine": f"{platform.machine()} {platform.system()}"}
+
+
+@functools.cache  # a run is told every time, and metadata are files
+def installed() -> Mapping[str, str]:
+    """Return the versions of what is installed here."""
     import importlib.metadata as metadata
     import platform
 
@@ -293,9 +306,7 @@ def versions() -> dict[str, Any]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    accelerator: Any = getattr(torch, "accelerator", None)
-    device = str(accelerator.current_accelerator()) if accelerator is not None and accelerator.is_available() else "cpu"
-    return {"versions": found, "device": device, "machine": f"{platform.machine()} {platform.system()}"}
+    return found
 
 
 if __name__ == "__main__":

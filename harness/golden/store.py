@@ -63,7 +63,8 @@ def save_trace(folder: Path, trace: Trace) -> None:
         "facts": as_json(trace.facts),
         "provenance": dict(trace.provenance),
     }
-    (scratch / "manifest.json").write_text(_written({**manifest, "seal": _seal(manifest)}))
+    plain = json.loads(json.dumps(manifest))
+    (scratch / "manifest.json").write_text(_written({**plain, "seal": _seal(plain)}))
     publish(scratch, folder)
 
 
@@ -157,8 +158,8 @@ def _written(manifest: Mapping[str, Any]) -> str:
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:
-    """Return the digest of a manifest without its own seal."""
-    plain = json.loads(json.dumps({k: v for k, v in manifest.items() if k != "seal"}))
+    """Return the digest of a manifest, as it was read from JSON, without its own seal."""
+    plain = {k: v for k, v in manifest.items() if k != "seal"}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))  # facts may hold NaN, which digest_of refuses
     return digest_of(text)
 
@@ -235,6 +236,10 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def reopened(self) -> LazyTensors:
+        """Return the same tensors, none of them read or checked yet, and no file open."""
+        return LazyTensors(self.folder, self.rows, self.digests, cache=self.cache)
 
     def cached(self) -> LazyTensors:
         """Return the same tensors, kept in memory once read."""

@@ -272,8 +272,14 @@ def _finite_limit(limit: float) -> float:
 
 def write_measurements(measurements: Iterable[Measurement], path: Path) -> None:
     """Write one JSON object a line, atomically."""
-    lines = [json.dumps(as_json(finite_measurement(m)), sort_keys=True, allow_nan=False) for m in measurements]
-    _write_atomically(path, "".join(line + "\n" for line in lines))
+    _write_atomically(path, "".join(_line(measurement) + "\n" for measurement in measurements))
+
+
+def _line(measurement: Measurement) -> str:
+    try:
+        return json.dumps(as_json(measurement), sort_keys=True, allow_nan=False)
+    except ValueError:  # few hold a number that JSON cannot
+        return json.dumps(as_json(finite_measurement(measurement)), sort_keys=True, allow_nan=False)
 
 
 def write_results(results: Results, run_dir: Path) -> Path:
