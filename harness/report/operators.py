@@ -13,6 +13,8 @@ from harness.report.words import number
 
 NAMED = 6
 """Operators that a sentence names, and parts that a cell does."""
+BROKE = 160
+"""Characters of what a forward raised that a sentence has room for."""
 LEVELS = {
     "library": "the device's own kernel, or torch's on a CPU",
     "composite": "torch makes it of other operators, which the device has",
@@ -62,6 +64,8 @@ def operator_tables(facts: Mapping[str, Any]) -> OperatorTables:
 def sentence(facts: Mapping[str, Any]) -> str:
     """Return in one sentence what falls back to the CPU; of a plain CPU, at which levels the port's operators are."""
     levels = _levels_in_words(facts)
+    if facts["failed"]:  # what was counted until then is no decode step, and no prefill
+        return f"operators: the forward that shows which are used broke off: {facts['failed'][:BROKE]}"
     if facts["device"].partition(":")[0] == "cpu":
         return levels or "operators: all are torch's own, on the CPU"
     told = f"{levels}; " if levels else ""

@@ -43,6 +43,7 @@ def test_the_sentence_says_what_falls_back_and_who_serves(facts):
     levels = "operators of the port: custom, except act.gelu (library)"
     assert sentence(facts) == f"{levels}; 11 calls of one decode step fall back to the CPU (vendor::mix 9, add 2)"
     assert sentence({**facts, "device": "cpu"}) == levels
+    assert "broke off: OutOfMemoryError" in sentence({**facts, "failed": "OutOfMemoryError: pocket:1"})
     silent = {**facts, "own": {}, "fallbacks": {}, "decode_counted": False}
     assert sentence(silent) == "nothing of one prefill falls back from pocket:1 to the CPU"
 
