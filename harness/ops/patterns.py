@@ -74,7 +74,8 @@ def _band(wrong: Sequence[Outcome], right: Sequence[Outcome], bad: Callable[[Cas
     if below and above:
         return f"wrong only for widths {low}..{high}"
     if below:
-        return f"wrong only for widths from {low} on"
+        words = _multiples(bads, goods, lambda n: bad(resize(n))) if resize is not None else ""
+        return f"{words}, from {low} on" if words else f"wrong only for widths from {low} on"
     return f"wrong only for widths up to {high}" if above else ""
 
 
@@ -83,7 +84,7 @@ def _multiples(bads: Sequence[int], goods: Sequence[int], wrong: Callable[[int],
     later = [size for size in goods if size > bads[0]]
     for block in BLOCKS:
         if any(size % block == 0 for size in bads):
-            return ""
+            continue
         if any(size % block for size in later) or wrong(block * (((bads[0] + bads[-1]) // 2 // block) | 1)):
             continue
         return "wrong only for odd widths" if block == 2 else f"wrong only for widths that are no multiple of {block}"
