@@ -87,6 +87,7 @@ def stage_row(stage: StageReport) -> dict[str, str]:
         "value": words.value_text(worst.worst) if worst else "",
         "limit": f"{words.limit_text(worst)} {worst.criterion.unit}".strip() if worst else "",
         "time": f"{stage.wall_s:.1f} s" if stage.wall_s else "",
+        "memory": f"{stage.peak_bytes / 2**20:.1f} MiB" if stage.peak_bytes else "",
     }
 
 
