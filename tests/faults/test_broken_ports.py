@@ -37,9 +37,9 @@ def test_a_crash_keeps_what_was_learned(verify):
     assert (outcome.out / "measurements" / "load.jsonl").is_file()
 
 
-def test_a_nan_is_a_failure_where_it_arises(verify, base):
+def test_a_nan_is_a_failure_where_it_arises(later):
     """A NaN is FAILED, never passed over: the first finding is the layer that made it."""
-    outcome = verify("nan_in_layer_2", "--after", str(base.out), stage="text")
+    outcome = later("nan_in_layer_2", stage="text")
     first = outcome.refused_at("text")
     assert first["tap"] == "layers.2"
     assert "not a finite number" in first["cause"]
@@ -47,9 +47,9 @@ def test_a_nan_is_a_failure_where_it_arises(verify, base):
 
 
 @pytest.fixture(scope="module")
-def unshown(verify, base):
+def unshown(later):
     """The text stage of a port that does not show a layer; it leaves goldens of the text stage behind."""
-    return verify("layer_not_shown", "--after", str(base.out), stage="text")
+    return later("layer_not_shown", stage="text")
 
 
 def test_a_tap_that_is_left_out_is_missing(unshown):
@@ -59,7 +59,7 @@ def test_a_tap_that_is_left_out_is_missing(unshown):
     assert "does not show it" in first["cause"]
 
 
-def test_a_damaged_golden_is_not_blamed_on_the_port(verify, unshown, base, goldens, tmp_path):
+def test_a_damaged_golden_is_not_blamed_on_the_port(later, unshown, goldens, tmp_path):
     """A byte that changed in a recorded trace is found by its digest: ERROR, and the file to record again is named."""
     store = tmp_path / "goldens"
     shutil.copytree(goldens, store)
@@ -67,7 +67,7 @@ def test_a_damaged_golden_is_not_blamed_on_the_port(verify, unshown, base, golde
         data = bytearray(part.read_bytes())
         data[-5] ^= 1
         part.write_bytes(data)
-    outcome = verify("nothing", "--after", str(base.out), store=store, stage="text")
+    outcome = later("nothing", store=store, stage="text")
     outcome.refused_at("text", status="ERROR")
     told = json.dumps(outcome.findings("text")) + next(s["reason"] for s in outcome.results["stages"])
     assert "the file is damaged; record this trace again" in told

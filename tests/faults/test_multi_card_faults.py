@@ -17,20 +17,18 @@ import pytest
         ("all_reduce_drops_tail", "tp2", "collectives", "collectives.all_reduce", "wrong sums"),
     ],
 )
-def test_a_wrong_split_is_refused_where_it_is_cut(verify, base, fault, layout, criterion, place, cause):
+def test_a_wrong_split_is_refused_where_it_is_cut(later, fault, layout, criterion, place, cause):
     """The run ends at multi_card, and the first divergent tap is the one that the split broke."""
-    words = ("--after", str(base.out), "--set", f"scope.layouts=single,{layout}")
-    outcome = verify(fault, *words, stage="multi_card,long_context")
+    outcome = later(fault, "--set", f"scope.layouts=single,{layout}", stage="multi_card,long_context")
     first = outcome.refused_at("multi_card")
     assert first["tap"] == place or first["tap"].startswith(place + "."), outcome
     assert cause in first["cause"]
     assert f"multi_card.{criterion}" in outcome.broken("multi_card")
 
 
-def test_a_padded_vocabulary_that_can_be_sampled_is_refused(verify, base):
+def test_a_padded_vocabulary_that_can_be_sampled_is_refused(later):
     """Columns that a split added to the logits, and did not mask, are told as such; the others are compared."""
-    words = ("--after", str(base.out), "--set", "scope.layouts=single,tp2")
-    outcome = verify("vocabulary_padded", *words, stage="multi_card,long_context")
+    outcome = later("vocabulary_padded", "--set", "scope.layouts=single,tp2", stage="multi_card,long_context")
     first = outcome.refused_at("multi_card")
     assert outcome.broken("multi_card") == {"multi_card.padding": "FAILED"}
     assert first["tap"] == "logits"
@@ -38,10 +36,10 @@ def test_a_padded_vocabulary_that_can_be_sampled_is_refused(verify, base):
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("rank_hangs", "hang"), ("rank_dies", "SIGSEGV")])
-def test_a_rank_that_does_not_go_on_is_named(verify, base, fault, kind):
+def test_a_rank_that_does_not_go_on_is_named(later, fault, kind):
     """One rank hangs or dies in layer 3: the run ends in time, and the finding names rank 1 and its last tap."""
-    words = ("--after", str(base.out), "--set", "scope.layouts=single,tp2", "--set", "watchdog.run_s=10")
-    outcome = verify(fault, *words, stage="multi_card,long_context")
+    words = ("--set", "scope.layouts=single,tp2", "--set", "watchdog.run_s=10")
+    outcome = later(fault, *words, stage="multi_card,long_context")
     first = outcome.refused_at("multi_card", status="ERROR")
     assert first["tap"] == "layers.2"
     assert "rank 1" in first["message"]
