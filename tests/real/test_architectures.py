@@ -1,4 +1,7 @@
-"""Small random models of real architectures, with their real code, against themselves in bfloat16."""
+"""Small random models of real architectures, with their real code, against themselves; a real one in another engine.
+
+The other engine is here, and not beside its model's other tests, because the two files take equally long.
+"""
 
 from __future__ import annotations
 
@@ -47,3 +50,12 @@ def test_a_scaled_linear_is_refused_at_its_layer(verify, folder, need, tmp_path)
     assert outcome.stages["text"] == "FAILED", outcome.complaints()
     findings = next(s["findings"] for s in outcome.results["stages"] if s["name"] == "text")
     assert findings[0]["tap"].startswith("layers.2")
+
+
+def test_another_engine_is_accepted(verify, smollm2, need):
+    """ONNX Runtime, whose graph cannot be replayed, is judged on its own recorded values and passes its four stages."""
+    need("onnx", "onnxscript", "onnxruntime")
+    outcome = verify(f"hf:{smollm2}", "examples/onnx_port.py:factory?dtype=float32")
+    assert outcome.code == 0, outcome.complaints()
+    four = dict.fromkeys(("load", "startup", "text", "long_context"), "PASSED")
+    assert outcome.stages == {**four, "image": "SKIPPED", "multi_card": "SKIPPED"}

@@ -18,12 +18,3 @@ def test_its_compiled_layers_are_accepted(verify, smollm2):
     outcome = verify(f"hf:{smollm2}", f"hf:{smollm2}?dtype=bfloat16&compile=aot_eager", "--stage", "text")
     assert outcome.code == 0, outcome.complaints()
     assert outcome.stages == {"load": "PASSED", "startup": "PASSED", "text": "PASSED"}
-
-
-def test_another_engine_is_accepted(verify, smollm2, need):
-    """ONNX Runtime, whose graph cannot be replayed, is judged on its own recorded values and passes its four stages."""
-    need("onnx", "onnxscript", "onnxruntime")
-    outcome = verify(f"hf:{smollm2}", "examples/onnx_port.py:factory?dtype=float32")
-    assert outcome.code == 0, outcome.complaints()
-    four = dict.fromkeys(("load", "startup", "text", "long_context"), "PASSED")
-    assert outcome.stages == {**four, **SKIPPED}
