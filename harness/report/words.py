@@ -87,10 +87,11 @@ def worst_verdict(stage: StageReport) -> Verdict | None:
     if not pool:
         return None
     if bad and stage.findings:
-        tap = stage.findings[0].tap
+        tap, told = stage.findings[0].tap, stage.findings[0].message
         declared = [v for v in bad if v.worst is None or v.worst.where.get("precision", "declared") == "declared"]
         pool = declared or bad
-        pool = [v for v in pool if v.worst is not None and v.worst.subject == tap] or pool
+        spoken_of = [v for v in pool if told.startswith(f"{v.criterion.metric} of ")]  # its worst may be elsewhere
+        pool = [v for v in pool if v.worst is not None and v.worst.subject == tap] or spoken_of or pool
     return max(pool, key=usage)
 
 

@@ -16,7 +16,7 @@ from harness.report.github import append_step_summary
 from harness.report.junit import junit_xml
 from harness.report.render import render
 from harness.report.terminal import LiveDisplay, NullDisplay, PlainDisplay
-from harness.types import StageResult, Status
+from harness.types import Finding, StageResult, Status
 
 
 def test_pages_are_written_and_stale_ones_go(tmp_path, refused):
@@ -206,6 +206,21 @@ def test_the_tightest_criterion_is_shown():
     stage = StageResult(name="text", status=Status.PASSED, verdicts=(verdict("text.r", Status.PASSED, 0.2), least))
     assert words.worst_verdict(run([stage]).stages[0]).criterion.id == "text.share"
     assert words.worst_verdict(run([SKIPPED]).stages[0]) is None
+
+
+@pytest.mark.parametrize(("metric", "shown"), [("op_error_ratio", "startup.alone"), ("other", "startup.endpoint")])
+def test_a_refused_stage_shows_what_its_first_finding_speaks_of(metric, shown):
+    """The criterion of the first finding stands in the table, also where its worst value is at another place."""
+    alone = criterion("startup.alone", metric="op_error_ratio")
+    count = criterion("startup.endpoint", metric="endpoint_errors", op="==", limit=0)
+    verdicts = (
+        verdict("startup.alone", Status.FAILED, 9.0, criterion=alone),
+        verdict("startup.endpoint", Status.FAILED, 2.0, criterion=count, limit=0),
+    )
+    told = f"{metric} of operators.matmul is 8"
+    finding = Finding(tap="operators.matmul", module="", op="matmul", cause="", message=told)
+    stage = StageResult(name="startup", status=Status.FAILED, verdicts=verdicts, findings=(finding,))
+    assert words.worst_verdict(run([stage]).stages[0]).criterion.id == shown
 
 
 def test_a_run_that_broke_off_shows_its_stack_in_a_fence(refused):
