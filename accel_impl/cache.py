@@ -18,6 +18,11 @@ from harness.errors import PortError
 FIELDS = ("latent", "rope", "index")
 
 
+def pages_for(tokens: int, picture_rows: int, page_tokens: int) -> int:
+    """Return how many pages a request takes: rows of pictures have pages of their own."""
+    return -(-tokens // page_tokens) + -(-picture_rows // page_tokens)
+
+
 class CacheFull(PortError):
     """No slot or page is free; the request can be tried again after another one ends."""
 

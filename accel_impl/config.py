@@ -35,11 +35,6 @@ class VisionConfig:
     layer_norm_eps: float
 
     @property
-    def patch_features(self) -> int:
-        """Values of one flattened patch."""
-        return 3 * self.patch_size**2
-
-    @property
     def merged_features(self) -> int:
         """Features of one merge block, concatenated."""
         return self.hidden_size * self.spatial_merge_size**2

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from accel_impl.cache import pages_for
 from accel_impl.seen import SeenPictures
 from accel_impl.speculate import turn
 from harness.adapter import Inputs, silent
@@ -93,9 +94,8 @@ class Engine:
 
     def pages(self, inputs: Inputs, max_new_tokens: int) -> int:
         """Return the pages that a request may come to need, those for the keys of its pictures included."""
-        size = self.port.config.page_tokens
-        rows = self.port.picture_rows(inputs)
-        return -(-(inputs.token_ids.shape[-1] + max_new_tokens + self.drafts) // size) + -(-rows // size)
+        tokens = inputs.token_ids.shape[-1] + max_new_tokens + self.drafts
+        return pages_for(tokens, self.port.picture_rows(inputs), self.port.config.page_tokens)
 
     def check(self, inputs: Inputs, max_new_tokens: int) -> None:
         """Raise PortError for a request that the cache could not hold if it were empty."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from accel_impl import ops
 from accel_impl.experts import experts
 from accel_impl.held import HIDDEN, Held
+from accel_impl.prepare import placeholders
 from accel_impl.recurrent import recurrent_attention
 from accel_impl.sparse import Span, span_of, sparse_attention
 from accel_impl.store import SlotStore
@@ -75,7 +76,7 @@ class Model:
         """Run the tower where this rank holds it, hand what it gives to later stages; None without pictures."""
         if "pixel_values" not in inputs.extras:
             return None
-        places_M = (inputs.token_ids[0] == self.config.image_token_id).nonzero().flatten().cpu()
+        places_M = placeholders(inputs, self.config.image_token_id)
         shape = (1 + len(self.config.deepstack_layers), len(places_M), self.config.hidden_size)
         if self.tower is not None:
             rows, deepstack = self.tower(inputs.extras["pixel_values"], inputs.extras["image_grid"], record)
@@ -205,4 +206,4 @@ class Model:
         x = record("mtp.mid", x + record("mtp.attn", attn, dims=HIDDEN), dims=HIDDEN)
         x = record("mtp", x + self._feed_forward(layer, name, "mtp", x, record), dims=HIDDEN)
         x = record("mtp.norm", held.rms_norm(x, f"{name}.shared_head.norm"), dims=HIDDEN)
-        return record("mtp.logits", self._logits(x), dims=LOGITS, kind="hidden"), x
+        return record("mtp.logits", self._logits(x), dims=LOGITS, kind="logits"), x

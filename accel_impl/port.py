@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accel_impl.backend import BackendAdapter
+from accel_impl.cache import pages_for
 from accel_impl.config import Config, read_config
 from accel_impl.held import Held
 from accel_impl.loader import Loaded, load
@@ -20,7 +21,7 @@ from accel_impl.offers import operator_table
 from accel_impl.options import dtype_of, read_options
 from accel_impl.parallel import Fleet, Place, SharedRecorder, distributed_place
 from accel_impl.places import module_paths
-from accel_impl.prepare import Preparing
+from accel_impl.prepare import Preparing, appended
 from accel_impl.shards import Shards
 from accel_impl.sharing import Sharing
 from accel_impl.store import Memory, SlotStore
@@ -97,23 +98,21 @@ class AccelAdapter(Preparing, Sharing):
     def _memory_of(self, place: Place, pages: int, slots: int) -> Memory:
         return memory_of(self.config, place, pages=pages, slots=slots, dtype=self.dtype, device=self.device)
 
-    def _loaded(self, place: Place) -> Loaded:
+    def _converted(self, place: Place, *, order: str, poison: bool) -> Loaded:
         shards = Shards(self.checkpoint)
-        poison = self.options["poison"] == "1"
-        order = self.options["visit"]
         return load(
             shards, self.config, place, self.dtype, order=order, poison=poison, device=self.device, use=self.use
         )
+
+    def _loaded(self, place: Place) -> Loaded:
+        """Load in the order, and with the poison, that the options say."""
+        return self._converted(place, order=self.options["visit"], poison=self.options["poison"] == "1")
 
     def reload(self, *, reverse: bool, poison: bool) -> Facts:
         """Drop the weights and convert them anew, in either order, the workspace filled with NaN before each use."""
         self.model = None
         self._simulated.clear()
-        order = "reverse" if reverse else "forward"
-        shards = Shards(self.checkpoint)
-        loaded = load(
-            shards, self.config, self.place, self.dtype, order=order, poison=poison, device=self.device, use=self.use
-        )
+        loaded = self._converted(self.place, order="reverse" if reverse else "forward", poison=poison)
         self.lossy = loaded.lossy
         self.model = self._model_of(loaded, self.place)
         return loaded.facts
@@ -166,8 +165,7 @@ class AccelAdapter(Preparing, Sharing):
         """Run a whole prefill of one rank over pages and states of its own, which end with it."""
         length = inputs.token_ids.shape[1]
         pictures = model.features(inputs, record)
-        size = self.config.page_tokens
-        pages = -(-length // size) + (-(-len(pictures.places_M) // size) if pictures is not None else 0)
+        pages = pages_for(length, len(pictures.places_M) if pictures is not None else 0, self.config.page_tokens)
         memory = self._memory_of(model.place, pages, 1)
         store = SlotStore(memory, [memory.open()], [0], length)
         return model.run(step_of(inputs, 0, length, pictures), store, record).logits
@@ -191,7 +189,7 @@ class AccelAdapter(Preparing, Sharing):
                 yield token, logits
                 if token in self.config.eos_token_id or total + 1 > self.config.max_position_embeddings:
                     return
-                inputs, start = _appended(inputs, token), total
+                inputs, start = appended(inputs, [token]), total
         finally:
             self.free(slot)
 
@@ -329,12 +327,3 @@ def step_of(inputs: Inputs, start: int, stop: int, pictures: Pictures | None = N
 
 def _recorder(place: Place, record: Recorder) -> Recorder:
     return silent if record is silent else SharedRecorder(record, place.inner)
-
-
-def _appended(inputs: Inputs, token: int) -> Inputs:
-    """Return the request with one more token, at the next position."""
-    ids = torch.cat((inputs.token_ids, torch.tensor([[token]])), dim=1)
-    positions = inputs.position_ids
-    if positions is not None:
-        positions = torch.cat((positions, positions[:, -1:] + 1), dim=1)
-    return Inputs(token_ids=ids, position_ids=positions, extras=inputs.extras)

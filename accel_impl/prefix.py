@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from accel_impl.prepare import placeholders
 from harness.adapter import Inputs
 
 DIGEST_BYTES = 16
@@ -266,7 +267,7 @@ def picture_runs(inputs: Inputs, image_token: int, merge: int) -> list[tuple[int
     digests = picture_digests(inputs.extras)
     if not digests:
         return []
-    places = (inputs.token_ids[0] == image_token).nonzero()[:, 0]
+    places = placeholders(inputs, image_token)
     runs, at = [], 0
     for digest, grid in zip(digests, inputs.extras["image_grid"], strict=True):
         count = int(grid.prod()) // merge**2

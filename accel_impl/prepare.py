@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from accel_impl import vision
 from accel_impl.config import Config
@@ -92,3 +93,19 @@ class Preparing:
     def eos_ids(self) -> frozenset[int]:
         """Return the ids that end a generation."""
         return frozenset(self.config.eos_token_id)
+
+
+def appended(inputs: Inputs, tokens: TokenIds) -> Inputs:
+    """Return the request with more tokens, at the next positions."""
+    more = torch.tensor([tokens], dtype=torch.int64)
+    ids = torch.cat((inputs.token_ids, more), dim=1)
+    positions = inputs.position_ids
+    if positions is not None:
+        further = positions[..., -1:] + torch.arange(1, len(tokens) + 1)
+        positions = torch.cat((positions, further), dim=-1)
+    return Inputs(token_ids=ids, position_ids=positions, extras=inputs.extras)
+
+
+def placeholders(inputs: Inputs, image_token_id: int) -> Tensor:
+    """Return where rows of pictures go in a request [M], on the CPU."""
+    return (inputs.token_ids[0] == image_token_id).nonzero().flatten().cpu()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from accel_impl.cache import CacheFull
 from accel_impl.prefix import Chain, Hit, PrefixIndex, picture_runs
+from accel_impl.prepare import placeholders
 from harness.adapter import Inputs
 from harness.errors import PortError
 
@@ -122,7 +123,7 @@ class Reuse:
         """Return the places of placeholders, if the request has pictures."""
         if "pixel_values" not in inputs.extras:
             return torch.empty(0, dtype=torch.int64)
-        return (inputs.token_ids[0] == self.port.config.image_token_id).nonzero().flatten().cpu()
+        return placeholders(inputs, self.port.config.image_token_id)
 
 
 def _begun(chain: Chain, tokens: int) -> int:

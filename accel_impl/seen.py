@@ -15,6 +15,7 @@ from torch import Tensor
 
 from accel_impl.model import Pictures
 from accel_impl.prefix import picture_digests
+from accel_impl.prepare import placeholders
 from harness.adapter import Inputs, silent
 from harness.errors import PortError
 
@@ -38,7 +39,7 @@ class SeenPictures:
         parts = inputs.extras["pixel_values"].split([int(n) for n in grids.prod(-1)])
         digests = picture_digests(inputs.extras)
         given = torch.cat([self._one(*picture) for picture in zip(digests, parts, grids, strict=True)], dim=1)
-        places_M = (inputs.token_ids[0] == self.port.config.image_token_id).nonzero().flatten().cpu()
+        places_M = placeholders(inputs, self.port.config.image_token_id)
         return Pictures(rows_MF=given[0], deepstack=tuple(given[1:]), places_M=places_M)
 
     def _one(self, digest: bytes, patches: Tensor, grid: Tensor) -> Tensor:

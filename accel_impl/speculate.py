@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from accel_impl.model import Step
+from accel_impl.prepare import appended
 from accel_impl.store import SlotStore
 from harness.adapter import Inputs, TokenIds, silent
 from harness.errors import PortError
@@ -51,7 +52,7 @@ def turn(port: AccelAdapter, slot: int, inputs: Inputs, drafts: int) -> Turn:
     start = inputs.token_ids.shape[-1] - 1
     guesses = drafted(port, slot, int(inputs.token_ids[0, -1]), drafts)
     before = memory.snapshot(slot)
-    longer = _appended(inputs, guesses)
+    longer = appended(inputs, guesses)
     logits_TV = port.advance(slot, longer, start, start + 1 + len(guesses), silent).logits[0]
     chosen = [int(i) for i in logits_TV.argmax(-1)]
     right = next((n for n, guess in enumerate(guesses) if guess != chosen[n]), len(guesses))
@@ -70,7 +71,7 @@ def generated(port: AccelAdapter, inputs: Inputs, count: int, drafts: int) -> tu
         ids.append(int(logits[0, -1].argmax()))
         while ids[-1] not in ends and len(ids) < min(count, limit + 1):
             left = min(count, limit + 1) - len(ids)
-            taken = turn(port, slot, _appended(inputs, ids), min(drafts, left - 1))
+            taken = turn(port, slot, appended(inputs, ids), min(drafts, left - 1))
             kept = next((n + 1 for n, token in enumerate(taken.tokens) if token in ends), len(taken.tokens))
             ids += taken.tokens[:kept]
             told = {"drafted": told["drafted"] + taken.drafted, "accepted": told["accepted"] + taken.accepted}
@@ -94,14 +95,3 @@ def drafted(port: AccelAdapter, slot: int, token: int, count: int) -> TokenIds:
         guesses.append(token)
     memory.pages.truncate(slot, start)
     return guesses
-
-
-def _appended(inputs: Inputs, tokens: TokenIds) -> Inputs:
-    """Return the request with more tokens, at the next positions."""
-    more = torch.tensor([tokens], dtype=torch.int64)
-    ids = torch.cat((inputs.token_ids, more), dim=1)
-    positions = inputs.position_ids
-    if positions is not None:
-        further = positions[..., -1:] + torch.arange(1, len(tokens) + 1)
-        positions = torch.cat((positions, further), dim=-1)
-    return Inputs(token_ids=ids, position_ids=positions, extras=inputs.extras)

@@ -96,7 +96,7 @@ def kind_of(tap: str) -> str:
     """Guess a tap's kind from its name, for ports that do not say."""
     if tap.startswith("inputs."):
         return "input"
-    if tap == "logits":
+    if re.fullmatch(r"(mtp(\.\d+)?\.)?logits", tap):
         return "logits"
     if tap.endswith((".parts", ".parts.owner")):
         return "parts"

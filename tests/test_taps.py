@@ -20,6 +20,8 @@ from harness import taps
         ("mtp", 1, "mtp", "hidden"),
         ("mtp.moe.router.topk", 3, "mtp.moe.router.topk", "routing"),
         ("mtp.layers.0.attn", 2, "mtp.layers.0.attn", "hidden"),
+        ("mtp.logits", 2, "mtp.logits", "logits"),
+        ("layers.1.moe.router.logits", 3, "layers.1.moe.router.logits", "hidden"),
         ("embed", 1, "embed", "hidden"),
         ("logits", 1, "logits", "logits"),
         ("inputs.token_ids", 2, "inputs.token_ids", "input"),

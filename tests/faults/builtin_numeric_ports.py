@@ -6,44 +6,25 @@ Like `builtin_ports.py`, for what is right when it is loaded and wrong when it i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
+from port_file import Faults, around
 from torch import Tensor
 
 from accel_impl import experts, model, ops, rotary, sparse, vision
 from accel_impl.held import Held
 from accel_impl.model import Model, Step
-from accel_impl.port import AccelAdapter
 from accel_impl.sparse import Span
 from accel_impl.store import SlotStore
 from accel_impl.vision import Tower
 
-FAULTS: dict[str, Callable[[], Any]] = {}
+FAULTS = Faults()
+port, fault = FAULTS.port, FAULTS.add
 LAYER = 3
 """The layer that a fault sits in, where it sits in one; it attends sparsely and has experts."""
-
-
-def port(checkpoint: Path, setup: Any) -> AccelAdapter:
-    """Return the built-in port with the fault that the SPEC names."""
-    options = dict(setup.options)
-    FAULTS[options.pop("fault")]()
-    return AccelAdapter(checkpoint, dataclasses.replace(setup, options=options))
-
-
-def fault(inject: Callable[[], None]) -> Callable[[], None]:
-    """Name a fault after its function."""
-    FAULTS[inject.__name__] = inject
-    return inject
-
-
-def around(owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Replace `owner.name` by `change(original, *args)`."""
-    original = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
 
 
 @contextmanager
@@ -259,17 +240,6 @@ def beyond_160() -> None:
         return torch.where(late[None, :, None, None], value * 1.08, value) if layer == LAYER else value
 
     around(sparse, "_attended", attended)
-
-
-@fault
-def page_number_wraps() -> None:
-    """LC01: the number of a page overflows: pages above 128 tokens' worth are those at the start of the request."""
-    follow()
-
-    def rows(real: Any, self: SlotStore, places: Tensor) -> Tensor:
-        return real(self, torch.where(places < 0, places, places % 128) if Here.layer == LAYER else places)
-
-    around(SlotStore, "rows", rows)
 
 
 @fault

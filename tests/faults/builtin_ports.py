@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from port_file import Faults, around
 
 from accel_impl import comm, experts, formats, held, loader, model, ops, server, tokenizer, vision, wire
 from accel_impl.cache import PagedCache
@@ -21,26 +22,8 @@ from accel_impl.port import AccelAdapter
 from accel_impl.shards import Shards
 from harness.adapter import Weight
 
-FAULTS: dict[str, Callable[[], type[AccelAdapter] | None]] = {}
-
-
-def port(checkpoint: Path, setup: Any) -> AccelAdapter:
-    """Return the built-in port with the fault that the SPEC names."""
-    options = dict(setup.options)
-    made = FAULTS[options.pop("fault")]() or AccelAdapter
-    return made(checkpoint, dataclasses.replace(setup, options=options))
-
-
-def fault(inject: Callable[[], type[AccelAdapter] | None]) -> Callable[[], type[AccelAdapter] | None]:
-    """Name a fault after its function."""
-    FAULTS[inject.__name__] = inject
-    return inject
-
-
-def around(owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Replace `owner.name` by `change(original, *args)`."""
-    original = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
+FAULTS = Faults()
+port, fault = FAULTS.port, FAULTS.add
 
 
 # --- load ---
@@ -319,18 +302,12 @@ def send_buffer_reused() -> None:
 def vocabulary_padded() -> None:
     """MC20: the vocabulary is padded for the split, and the padded columns reach the sampler as logit 0."""
 
-    def run(real: Any, self: model.Model, step: Any, store: Any, record: Any) -> Any:
+    def logits(real: Any, self: model.Model, x: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = real(self, x)
         width = 2 * self.place.layout.tp
+        return torch.nn.functional.pad(whole, (0, -whole.shape[-1] % width)) if width > 2 else whole
 
-        def padding(tap: str, tensor: torch.Tensor, **words: str) -> torch.Tensor:
-            if tap == "logits" and width > 2:
-                tensor = torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % width))
-            shown: torch.Tensor = record(tap, tensor, **words)
-            return shown
-
-        return real(self, step, store, padding)
-
-    around(model.Model, "run", run)
+    around(model.Model, "_logits", logits)
 
 
 @fault

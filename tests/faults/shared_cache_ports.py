@@ -5,37 +5,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from port_file import Faults, around
+
 from accel_impl.cache import PagedCache
-from accel_impl.port import AccelAdapter
 from accel_impl.reuse import Reuse
 from accel_impl.store import Memory, SlotStore
 from harness.adapter import Inputs
 
-FAULTS: dict[str, Callable[[], None]] = {}
-
-
-def port(checkpoint: Path, setup: Any) -> AccelAdapter:
-    """Return the built-in port with the fault that the SPEC names."""
-    options = dict(setup.options)
-    FAULTS[options.pop("fault")]()
-    return AccelAdapter(checkpoint, dataclasses.replace(setup, options=options))
-
-
-def fault(inject: Callable[[], None]) -> Callable[[], None]:
-    """Name a fault after its function."""
-    FAULTS[inject.__name__] = inject
-    return inject
-
-
-def around(owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Replace `owner.name` by `change(original, *args)`."""
-    original = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
+FAULTS = Faults()
+port, fault = FAULTS.port, FAULTS.add
 
 
 @fault
