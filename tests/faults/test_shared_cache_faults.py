@@ -20,9 +20,9 @@ SHORT = ("--set", "scope.max_length_tokens=73", "--set", "scope.serves=false")
         pytest.param("states_crossed", "together", "recurrent", marks=pytest.mark.slow),
     ],
 )
-def test_a_mistake_in_what_requests_share_is_named(verify, fault, walk, kind):
+def test_a_mistake_in_what_requests_share_is_named(later, fault, walk, kind):
     """The first wrong tap is a layer of the kind that keeps it, and only the walk that shares it is wrong."""
-    outcome = verify(f"{PORTS}:port?fault={fault}", *SHORT, stage="text")
+    outcome = later(f"{PORTS}:port?fault={fault}", stage="text")
     finding = outcome.refused_at("text")
     layer = int(finding["tap"].split(".")[1])
     assert (layer in (3, 7)) == (kind == "sparse"), finding
